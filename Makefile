@@ -1,0 +1,42 @@
+# Each target sets up .venv by itself: Python 3.11 and a C++ compiler are all that is needed.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+NATIVE_SOURCES := CMakeLists.txt $(wildcard csrc/*/*) $(wildcard protos/flashckpt/v1/*.proto)
+
+.PHONY: demo test test-quick check check-native bench fuzz clean
+
+$(STAMP): pyproject.toml constraints.txt $(NATIVE_SOURCES)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || python3 -m venv $(VENV)
+	# torch alone and first: later requirements then find it satisfied and pull no CUDA packages.
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0 numpy
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/flashckpt demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+test-quick: $(STAMP)
+	$(BIN)/python -m pytest -m "not slow"
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(MAKE) check-native
+
+check-native: $(STAMP)
+	csrc/tests/run
+
+bench: $(STAMP)
+	$(BIN)/python -m bench
+
+fuzz: $(STAMP)
+	$(BIN)/python -m tests.fuzz.shard --count 200000
+
+clean:
+	rm -rf $(VENV) build flashckpt/v1 flashckpt/native/*.so

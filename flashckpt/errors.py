@@ -1,0 +1,164 @@
+"""Every error flashckpt raises.
+
+    FlashError
+    ├── ConfigError            (ValueError)         you: a setting or argument is wrong
+    ├── ClosedError                                  you: used after close()
+    ├── ConflictError                                you: two calls at once that must not overlap
+    ├── UnsupportedValueError  (TypeError)          you: a value in the state dict can't be saved
+    ├── StructureError         (ValueError)         you: the state dict does not fit the checkpoint
+    │   └── MissingKeyError    (KeyError)            …a key is in one and not in the other
+    ├── UnsafeDirectoryError   (PermissionError)    the memory directory is not safely ours
+    ├── NoSpaceError           (OSError)            busy: tmpfs, inodes, cgroup or budget is full
+    ├── BusyError                                    busy: the previous generation is not complete
+    ├── NotFoundError          (FileNotFoundError)  not found: no such step or shard
+    ├── UnusableError                                not found: shards exist, no generation is usable
+    ├── AmbiguousHistoryError                        two unrelated histories, nothing says which is dead
+    ├── FencedError                                  a newer launch owns the job
+    ├── CorruptShardError                            corrupt: bytes fail verification
+    ├── IncompatibleError                            incompatible: format version, job, number of nodes
+    ├── DeadlineError          (TimeoutError)       timed out; says who was missing
+    └── InternalError                                a bug in flashckpt
+
+Each class has a stable `code`; each instance a message (expected, found, where) and a `hint` (what to do).
+All are plain `Exception`s and survive pickling, because DCP and multiprocessing send them between ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+
+class FlashError(Exception):
+    """Base of all errors of flashckpt. Never raised itself."""
+
+    code: ClassVar[str] = "FC-GEN-000"
+    default_hint: ClassVar[str] = ""
+
+    def __init__(self, message: str, *, hint: str = "", **fields: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint or self.default_hint
+        self.fields = fields
+
+    def __getattr__(self, name: str) -> Any:
+        # Fields (step, rank, path …) read as attributes.
+        fields = self.__dict__.get("fields", {})
+        if name in fields:
+            return fields[name]
+        raise AttributeError(name)
+
+    def __str__(self) -> str:
+        hint = f"\n  hint: {self.hint}" if self.hint else ""
+        return f"[{self.code}] {self.message}{hint}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.message, self.hint, self.fields)
+
+
+def _rebuild(cls: type[FlashError], message: str, hint: str, fields: dict[str, Any]) -> FlashError:
+    return cls(message, hint=hint, **fields)
+
+
+class ConfigError(FlashError, ValueError):
+    """A setting or argument is wrong. Not for values inside the state dict."""
+
+    code = "FC-CFG-001"
+
+
+class ClosedError(FlashError):
+    """Used after close(). Not raised by close() itself, which may be called twice."""
+
+    code = "FC-USE-001"
+    default_hint = "keep using it inside its `with` block, or make a new Checkpointer"
+
+
+class ConflictError(FlashError):
+    """Two calls overlap that must not. A save that only has to wait is a BusyError."""
+
+    code = "FC-USE-002"
+
+
+class UnsupportedValueError(FlashError, TypeError):
+    """A value in the state dict can't be saved; names its key and type. Nothing was written."""
+
+    code = "FC-VAL-001"
+
+
+class StructureError(FlashError, ValueError):
+    """The state dict does not fit the checkpoint: dtype, shape or nesting differ."""
+
+    code = "FC-STR-001"
+
+
+class MissingKeyError(StructureError, KeyError):
+    """A key is missing on one side. Not raised with strict=False."""
+
+    code = "FC-STR-002"
+
+
+class UnsafeDirectoryError(FlashError, PermissionError):
+    """The memory directory is not safely ours: owner, mode, type, links. Nothing in it was touched."""
+
+    code = "FC-DIR-001"
+
+
+class NoSpaceError(FlashError, OSError):
+    """tmpfs, inodes, memory cgroup or budget is full. Earlier generations are untouched."""
+
+    code = "FC-MEM-001"
+
+
+class BusyError(FlashError):
+    """The previous generation is not complete yet, so its slots can't be reused."""
+
+    code = "FC-MEM-002"
+
+
+class NotFoundError(FlashError, FileNotFoundError):
+    """The step that was asked for does not exist. Not raised where "newest" was asked for."""
+
+    code = "FC-LOAD-001"
+
+
+class UnusableError(FlashError):
+    """Shards of the job exist, but no generation is whole; lists why, candidate by candidate."""
+
+    code = "FC-LOAD-002"
+    default_hint = "pass allow_fresh=True to start anew in spite of that"
+
+
+class AmbiguousHistoryError(FlashError):
+    """Two complete, unrelated histories and no fence between them."""
+
+    code = "FC-LOAD-003"
+
+
+class FencedError(FlashError):
+    """A newer launch owns the job; this one is dead and must not write."""
+
+    code = "FC-JOB-001"
+
+
+class CorruptShardError(FlashError):
+    """Bytes fail verification. Not for a shard that is merely missing."""
+
+    code = "FC-FMT-001"
+
+
+class IncompatibleError(FlashError):
+    """A format version, a job or a topology this version can't work with. The bytes themselves are fine."""
+
+    code = "FC-FMT-002"
+
+
+class DeadlineError(FlashError, TimeoutError):
+    """A wait reached its deadline; names who was missing."""
+
+    code = "FC-TIME-001"
+
+
+class InternalError(FlashError):
+    """A bug in flashckpt."""
+
+    code = "FC-BUG-001"
+    default_hint = "please report this with the log"

@@ -1,0 +1,67 @@
+"""Named places on the data path where a test can kill, fail or delay the process.
+
+`FLASHCKPT_FAILPOINTS='before_seal=kill;after_copy=sleep(0.5);before_rename=error(ENOSPC)*1@3'`: an action,
+`*N` at most N times, `@K` from the K-th pass on. Off unless `FLASHCKPT_TESTING=1`. What fired is appended to
+the file `FLASHCKPT_FAILPOINTS_LOG`, so that a test can prove that its fault took place.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import signal
+import time
+from dataclasses import dataclass
+
+_SPEC = re.compile(r"(\w+)=(kill|stop|sleep|error)(?:\((\w[\w.]*)\))?(?:\*(\d+))?(?:@(\d+))?")
+
+
+@dataclass
+class _Armed:
+    action: str
+    argument: str
+    remaining: int
+    first_pass: int
+    passes: int = 0
+
+
+def parse(text: str) -> dict[str, _Armed]:
+    armed = {}
+    for part in filter(None, text.split(";")):
+        match = _SPEC.fullmatch(part.strip())
+        if match is None:
+            raise ValueError(f"failpoint {part!r}: expected name=kill|stop|sleep(s)|error(ERRNO)[*N][@K]")
+        name, action, argument, times, first = match.groups()
+        armed[name] = _Armed(action, argument or "", int(times or 1 << 30), int(first or 1))
+    return armed
+
+
+_armed = parse(os.environ.get("FLASHCKPT_FAILPOINTS", "")) if os.environ.get("FLASHCKPT_TESTING") == "1" else {}
+
+
+def failpoint(name: str) -> None:
+    """Does nothing unless `name` is armed."""
+    if _armed and name in _armed:
+        _fire(name, _armed[name])
+
+
+def _fire(name: str, armed: _Armed) -> None:
+    armed.passes += 1
+    if armed.passes < armed.first_pass or armed.remaining == 0:
+        return
+    armed.remaining -= 1
+    log = os.environ.get("FLASHCKPT_FAILPOINTS_LOG")
+    if log:
+        fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        os.write(fd, f"{name} {os.getpid()}\n".encode())
+        os.close(fd)
+    if armed.action == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif armed.action == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif armed.action == "sleep":
+        time.sleep(float(armed.argument))
+    else:
+        number = getattr(errno, armed.argument)
+        raise OSError(number, os.strerror(number), f"failpoint {name}")

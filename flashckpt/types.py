@@ -1,0 +1,155 @@
+"""The values that stages hand to each other: frozen, without behaviour beyond their own invariants."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Level(enum.IntEnum):
+    """How much a generation survives; each level includes the ones before it."""
+
+    NONE = 0
+    STAGED = 1  # the caller may mutate its tensors
+    SEALED = 2  # survives a trainer crash
+    REPLICATED = 3  # survives the loss of k nodes
+    PERSISTED = 4  # survives the cluster
+
+
+class Outcome(enum.StrEnum):
+    """How a save ended."""
+
+    OK = "ok"
+    SKIPPED = "skipped"
+    FAILED = "failed"
+
+
+class Generation(NamedTuple):
+    """One attempt of the whole job to save one step. Two attempts at the same step never mix.
+
+    `epoch` and `nonce` name the launch, `seq` counts its attempts.
+    A tuple, because directory scans make thousands of them.
+    """
+
+    epoch: int
+    nonce: int
+    step: int
+    seq: int
+
+    def __str__(self) -> str:
+        return f"step {self.step} (epoch {self.epoch}, launch {self.nonce:016x}, attempt {self.seq})"
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One start of the job's trainers: its place in time and a random name nobody else has."""
+
+    epoch: int
+    nonce: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """Generations of epochs older than `epoch` with a step above `step` are dead."""
+
+    step: int
+    epoch: int
+    nonce: int
+
+    def kills(self, generation: Generation) -> bool:
+        return generation.epoch < self.epoch and generation.step > self.step
+
+
+@dataclass(frozen=True, slots=True)
+class ShardId:
+    """The typed name of one rank's file in one generation; peers use this, never a path."""
+
+    generation: Generation
+    rank: int
+    world: int
+
+    def __str__(self) -> str:
+        return f"shard {self.rank}/{self.world} of {self.generation}"
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A rectangular region of a global tensor."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def volume(self) -> int:
+        product = 1
+        for size in self.sizes:
+            product *= size
+        return product
+
+    def intersect(self, other: Box) -> Box | None:
+        """The common region, or None where there is none. Two 0-dim boxes meet in one element."""
+        offsets, sizes = [], []
+        for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
+            start, end = max(a, b), min(a + n, b + m)
+            if start >= end:
+                return None
+            offsets.append(start)
+            sizes.append(end - start)
+        return Box(tuple(offsets), tuple(sizes))
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """Where one region of one tensor lies in a shard's data area.
+
+    Two entries may share a byte range only if it is exactly the same one (tied weights).
+    """
+
+    fqn: str  # the flattened, dotted key
+    path: tuple[str | int, ...]  # the nested key it was flattened from
+    dtype: str  # torch's name without the "torch." prefix; see format.dtypes
+    global_shape: tuple[int, ...]
+    box: Box  # row-major within the byte range
+    offset_bytes: int  # from the start of the data area
+    length_bytes: int
+    per_rank: bool = False  # belongs to this shard's rank alone; (fqn, rank) is then its name
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What stays the same from save to save while the state's structure does."""
+
+    entries: tuple[TensorEntry, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardHeader:
+    """Everything a shard says about itself."""
+
+    job: str
+    shard: ShardId
+    layout: Layout
+    layout_fingerprint: bytes  # 16 bytes: BLAKE2b of the encoded layout
+    values_offset_bytes: int  # packed non-tensor values, in the data area
+    values_length_bytes: int
+    chunk_bytes: int
+    chunk_crcs: bytes  # little-endian uint32 CRC32C a chunk of the data area
+    data_offset_bytes: int  # from the start of the file
+    data_length_bytes: int
+    saved_at: float  # seconds since 1970, for people; never decides anything
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds spent in each stage of a load."""
+
+    inventory: float = 0.0
+    plan: float = 0.0
+    retrieve: float = 0.0
+    verify: float = 0.0
+    read: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.inventory + self.plan + self.retrieve + self.verify + self.read
