@@ -1,0 +1,214 @@
+#include "gather.h"
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+
+#include "arguments.h"
+#include "checked.h"
+#include "crc32c.h"
+#include "file_read.h"
+
+namespace flashckpt {
+namespace {
+
+Status check_pieces(const GatherPiece* pieces, size_t count, int64_t data_length) {
+    for (size_t i = 0; i < count; ++i) {
+        const GatherPiece& piece = pieces[i];
+        const auto invalid = [i](const std::string& what) {
+            return Status::invalid("piece " + std::to_string(i) + ": " + what);
+        };
+        if (piece.length < 0) return invalid(expected("length >= 0", piece.length));
+        if (piece.source_offset < 0) {
+            return invalid(expected("source offset >= 0", piece.source_offset));
+        }
+        if (piece.destination_address < 0 || (piece.destination_address == 0 && piece.length > 0)) {
+            return invalid(expected("destination address > 0", piece.destination_address));
+        }
+        int64_t end = 0;
+        if (!checked_add(piece.source_offset, piece.length, &end) || end > data_length) {
+            return invalid("expected source within " + std::to_string(data_length) + " bytes, found offset " +
+                           std::to_string(piece.source_offset) + " and length " +
+                           std::to_string(piece.length));
+        }
+        int64_t destination_end = 0;
+        if (!checked_add(piece.destination_address, piece.length, &destination_end)) {
+            return invalid("expected destination within the address space, found address " +
+                           std::to_string(piece.destination_address) + " and length " +
+                           std::to_string(piece.length));
+        }
+    }
+    return Status::ok();
+}
+
+// Which pieces touch each chunk: those of chunk touched[i] are order[begin[i]] to order[begin[i + 1] - 1].
+// Its size follows the bytes that are asked for, not the size of the data area, which a damaged header could
+// claim.
+struct PiecesByChunk {
+    std::vector<int64_t> touched;  // the chunks that any piece touches, ascending
+    std::vector<size_t> begin;     // one more than `touched`
+    std::vector<size_t> order;     // piece indices
+
+    PiecesByChunk(const GatherPiece* pieces, size_t count, int64_t chunk_bytes) {
+        struct Touch {
+            int64_t chunk;
+            size_t piece;
+        };
+        const auto earlier = [](const Touch& a, const Touch& b) { return a.chunk < b.chunk; };
+        std::vector<Touch> touches;
+        touches.reserve(count);
+        for (size_t i = 0; i < count; ++i) {
+            if (pieces[i].length == 0) continue;
+            const int64_t last = (pieces[i].source_offset + pieces[i].length - 1) / chunk_bytes;
+            for (int64_t c = pieces[i].source_offset / chunk_bytes; c <= last; ++c) touches.push_back({c, i});
+        }
+        // Load plans mostly come in file order.
+        if (!std::is_sorted(touches.begin(), touches.end(), earlier)) {
+            std::stable_sort(touches.begin(), touches.end(), earlier);
+        }
+        order.reserve(touches.size());
+        for (const Touch& touch : touches) {
+            if (touched.empty() || touched.back() != touch.chunk) {
+                touched.push_back(touch.chunk);
+                begin.push_back(order.size());
+            }
+            order.push_back(touch.piece);
+        }
+        begin.push_back(order.size());
+    }
+};
+
+// From here on a copy out of the scratch buffer gains from going around the caches.
+constexpr int64_t kStreamedPiece = 4 << 10;
+// From here on a system call of its own is cheaper than a second copy (only where nothing is verified).
+constexpr int64_t kDirectPiece = 32 << 10;
+
+struct Job {
+    const Kernel& kernel;
+    int fd;
+    int64_t data_offset;
+    int64_t data_length;
+    int64_t chunk_bytes;
+    const uint32_t* crcs;
+    const GatherPiece* pieces;
+    const PiecesByChunk& by_chunk;
+    bool verify;
+
+    // The part of a piece that lies in the chunk.
+    struct Part {
+        int64_t from;  // offset within the data area
+        int64_t length;
+        uint8_t* to;
+    };
+    Part part(const GatherPiece& piece, ChunkRange chunk) const {
+        const int64_t from = std::max(piece.source_offset, chunk.begin);
+        const int64_t end = std::min(piece.source_offset + piece.length, chunk.end);
+        auto* to = reinterpret_cast<uint8_t*>(piece.destination_address + (from - piece.source_offset));
+        return {from, end - from, to};
+    }
+
+    // 1: all copied; 0: the chunk is bad; else -errno.
+    int read_chunk(size_t position, uint8_t* scratch) const {
+        const int64_t index = by_chunk.touched[position];
+        const ChunkRange chunk = chunk_range(index, data_length, chunk_bytes);
+        const size_t* piece = by_chunk.order.data() + by_chunk.begin[position];
+        const size_t* const end = by_chunk.order.data() + by_chunk.begin[position + 1];
+        if (!verify) return read_unverified(chunk, piece, end, scratch);
+
+        const int64_t length = chunk.end - chunk.begin;
+        const int64_t count = read_fully(fd, scratch, length, data_offset + chunk.begin);
+        if (count < 0) return static_cast<int>(count);
+        if (count < length) return 0;
+        if (~kernel.update(~uint32_t{0}, scratch, static_cast<size_t>(length)) != crcs[index]) return 0;
+        for (; piece != end; ++piece) {
+            const Part wanted = part(pieces[*piece], chunk);
+            copy(wanted, scratch + (wanted.from - chunk.begin));
+        }
+        return 1;
+    }
+
+    // Large parts straight to where they belong; small ones by one read of the range they span.
+    int read_unverified(ChunkRange chunk, const size_t* first, const size_t* end, uint8_t* scratch) const {
+        int64_t low = chunk.end;
+        int64_t high = chunk.begin;
+        for (const size_t* piece = first; piece != end; ++piece) {
+            const Part wanted = part(pieces[*piece], chunk);
+            if (wanted.length >= kDirectPiece) {
+                const int64_t count = read_fully(fd, wanted.to, wanted.length, data_offset + wanted.from);
+                if (count < 0) return static_cast<int>(count);
+                if (count < wanted.length) return 0;
+            } else {
+                low = std::min(low, wanted.from);
+                high = std::max(high, wanted.from + wanted.length);
+            }
+        }
+        if (low >= high) return 1;
+        const int64_t count = read_fully(fd, scratch, high - low, data_offset + low);
+        if (count < 0) return static_cast<int>(count);
+        if (count < high - low) return 0;
+        for (const size_t* piece = first; piece != end; ++piece) {
+            const Part wanted = part(pieces[*piece], chunk);
+            if (wanted.length < kDirectPiece) copy(wanted, scratch + (wanted.from - low));
+        }
+        return 1;
+    }
+
+    static void copy(const Part& wanted, const uint8_t* source) {
+        if (wanted.length >= kStreamedPiece) {
+            streaming_copy(wanted.to, source, static_cast<size_t>(wanted.length));
+        } else {
+            std::memcpy(wanted.to, source, static_cast<size_t>(wanted.length));
+        }
+    }
+};
+
+}  // namespace
+
+Status gather_read(int fd, int64_t data_offset, int64_t data_length, int64_t chunk_bytes,
+                   const uint32_t* crcs, size_t crc_count, const GatherPiece* pieces, size_t piece_count,
+                   int threads, bool verify, std::vector<int64_t>* bad, int64_t inline_bytes) noexcept {
+    return without_exceptions([&] {
+        bad->clear();
+        Status status = check_area(data_offset, data_length);
+        if (!status.is_ok()) return status;
+        status = check_chunking(data_length, chunk_bytes, crc_count, threads, verify);
+        if (!status.is_ok()) return status;
+        status = check_pieces(pieces, piece_count, data_length);
+        if (!status.is_ok()) return status;
+
+        const PiecesByChunk by_chunk(pieces, piece_count, chunk_bytes);
+        const auto touched = static_cast<int64_t>(by_chunk.touched.size());
+        if (touched == 0) return Status::ok();
+        const int64_t scratch_bytes = std::min(chunk_bytes, data_length);
+        int64_t read_bytes = 0;
+        if (__builtin_mul_overflow(touched, scratch_bytes, &read_bytes)) read_bytes = INT64_MAX;
+        threads = useful_threads(threads, read_bytes, inline_bytes);
+
+        const Job job{active_kernel(), fd,       data_offset, data_length, chunk_bytes, crcs,
+                      pieces,          by_chunk, verify};
+        // A byte a chunk, each written by one thread only.
+        std::vector<uint8_t> failed(by_chunk.touched.size());
+        Claims claims(touched, chunk_batch(touched, chunk_bytes, threads));
+        FirstError error;
+        run_in_threads(threads, [&] {
+            const Scratch scratch = make_scratch(scratch_bytes);
+            if (scratch == nullptr) return error.set(ENOMEM);
+            int64_t first = 0, last = 0;
+            while (error.get() == 0 && claims.take(&first, &last)) {
+                for (int64_t i = first; i < last && error.get() == 0; ++i) {
+                    const int result = job.read_chunk(static_cast<size_t>(i), scratch.get());
+                    if (result < 0) error.set(-result);
+                    if (result == 0) failed[static_cast<size_t>(i)] = 1;
+                }
+            }
+            store_fence();
+        });
+        if (error.get() != 0) return Status::io(error.get(), {});
+        for (size_t i = 0; i < failed.size(); ++i) {
+            if (failed[i] != 0) bad->push_back(by_chunk.touched[i]);
+        }
+        return Status::ok();
+    });
+}
+
+}  // namespace flashckpt

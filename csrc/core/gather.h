@@ -1,0 +1,31 @@
+// The load path: verified bytes of a shard's file into tensors.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "status.h"
+#include "workers.h"
+
+namespace flashckpt {
+
+struct GatherPiece {
+    int64_t source_offset;  // from the start of the data area
+    int64_t destination_address;
+    int64_t length;
+};
+
+// Reads the chunks that the pieces touch and copies the pieces to their destinations. Pieces may come in any
+// order and may share source bytes; their destinations must be writable and must not overlap.
+//
+// With `verify`, each chunk is read whole and checked before a byte of it reaches a destination; the indices
+// of chunks that are wrong or cut short come back in `bad`, sorted, and the destinations of their bytes are
+// unchanged. Without it `crcs` is not looked at, `bad` has only the chunks that were cut short, and some of
+// their bytes may have been copied. After an I/O error any part of the destinations may have been written.
+Status gather_read(int fd, int64_t data_offset, int64_t data_length, int64_t chunk_bytes,
+                   const uint32_t* crcs, size_t crc_count, const GatherPiece* pieces, size_t piece_count,
+                   int threads, bool verify, std::vector<int64_t>* bad,
+                   int64_t inline_bytes = kInlineBytes) noexcept;
+
+}  // namespace flashckpt

@@ -1,0 +1,38 @@
+// The kernels that are compiled in. Which of them run is decided at run time, see crc32c.cpp.
+#pragma once
+
+#include "crc32c.h"
+
+namespace flashckpt {
+
+extern const Kernel kPortableKernel;
+#if defined(__x86_64__)
+extern const Kernel kSse42Kernel;
+extern const Kernel kPclmulKernel;
+extern const Kernel kVpclmulKernel;
+#elif defined(__aarch64__)
+extern const Kernel kArmv8Kernel;
+#endif
+
+// Copy for kernels whose CRC needs general registers: a tile is read into the first-level cache by its CRC
+// and copied from there, so memory is still read once.
+template <uint32_t (*update)(uint32_t, const uint8_t*, size_t)>
+uint32_t copy_by_tiles(uint32_t state, uint8_t* destination, const uint8_t* source, size_t length,
+                       Stores stores) {
+    constexpr size_t kTileBytes = 12 << 10;
+    while (length != 0) {
+        const size_t tile = length < kTileBytes ? length : kTileBytes;
+        state = update(state, source, tile);
+        if (stores == Stores::kStreaming) {
+            streaming_copy(destination, source, tile);
+        } else {
+            __builtin_memcpy(destination, source, tile);
+        }
+        destination += tile;
+        source += tile;
+        length -= tile;
+    }
+    return state;
+}
+
+}  // namespace flashckpt

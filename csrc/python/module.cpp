@@ -1,0 +1,183 @@
+// flashckpt.native._core: converts arguments, drops the GIL, and turns a Status into an exception. Nothing
+// else.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cerrno>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "checked.h"
+#include "crc32c.h"
+#include "gather.h"
+#include "prefault.h"
+#include "scatter.h"
+#include "verify.h"
+
+namespace nb = nanobind;
+using flashckpt::Code;
+using flashckpt::Status;
+
+namespace {
+
+// The one table from Status to exceptions.
+void raise_unless_ok(const Status& status) {
+    switch (status.code()) {
+        case Code::kOk:
+            return;
+        case Code::kInvalidArgument:
+            PyErr_SetString(PyExc_ValueError, status.message().c_str());
+            break;
+        case Code::kIo:
+            errno = status.errno_value();
+            PyErr_SetFromErrno(PyExc_OSError);
+            break;
+    }
+    throw nb::python_error();
+}
+
+// A C-contiguous buffer, held for as long as this lives: its owner can neither free nor resize it meanwhile.
+class Buffer {
+  public:
+    enum class Access { kRead, kWrite };
+
+    Buffer(const char* name, nb::handle object, Access access = Access::kRead) {
+        if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_C_CONTIGUOUS) != 0) {
+            if (PyErr_ExceptionMatches(PyExc_TypeError)) throw nb::python_error();
+            PyErr_Clear();
+            throw_invalid(std::string(name) + ": expected a C-contiguous buffer");
+        }
+        if (access == Access::kWrite && view_.readonly != 0) {
+            PyBuffer_Release(&view_);
+            throw_invalid(std::string(name) + ": expected a writable buffer, found a read-only one");
+        }
+    }
+    ~Buffer() { PyBuffer_Release(&view_); }
+    Buffer(const Buffer&) = delete;
+    Buffer& operator=(const Buffer&) = delete;
+
+    uint8_t* data() const { return static_cast<uint8_t*>(view_.buf); }
+    int64_t length() const { return view_.len; }
+
+    // A copy as `Item`s. A copy, because the caller's bytes may be misaligned and must not change once
+    // checked.
+    template <typename Item>
+    std::vector<Item> items(const char* name) const {
+        if (view_.len % static_cast<Py_ssize_t>(sizeof(Item)) != 0) {
+            throw_invalid(std::string(name) + ": expected a multiple of " + std::to_string(sizeof(Item)) +
+                          " bytes, found " + std::to_string(view_.len));
+        }
+        std::vector<Item> items(static_cast<size_t>(view_.len) / sizeof(Item));
+        if (!items.empty()) std::memcpy(items.data(), view_.buf, static_cast<size_t>(view_.len));
+        return items;
+    }
+
+    [[noreturn]] static void throw_invalid(const std::string& message) {
+        raise_unless_ok(Status::invalid(message));
+        __builtin_unreachable();
+    }
+
+  private:
+    Py_buffer view_{};
+};
+
+uint32_t crc32c(nb::handle data, uint32_t seed) {
+    const Buffer buffer("data", data);
+    // For a few bytes, giving the GIL away and waiting to get it back costs more than the work.
+    constexpr int64_t kKeepGil = 64 << 10;
+    if (buffer.length() < kKeepGil) {
+        return flashckpt::crc32c(seed, buffer.data(), static_cast<size_t>(buffer.length()));
+    }
+    nb::gil_scoped_release released;
+    return flashckpt::crc32c(seed, buffer.data(), static_cast<size_t>(buffer.length()));
+}
+
+nb::bytes scatter_copy(nb::handle destination, nb::handle pieces, int64_t chunk_bytes, int threads) {
+    const Buffer to("destination", destination, Buffer::Access::kWrite);
+    const auto list = Buffer("pieces", pieces).items<flashckpt::ScatterPiece>("pieces");
+    std::vector<uint32_t> crcs;
+    if (chunk_bytes > 0) crcs.resize(static_cast<size_t>(flashckpt::chunk_count(to.length(), chunk_bytes)));
+    Status status = Status::ok();
+    {
+        nb::gil_scoped_release released;
+        status = flashckpt::scatter_copy(to.data(), to.length(), list.data(), list.size(), chunk_bytes,
+                                         crcs.data(), crcs.size(), threads);
+    }
+    raise_unless_ok(status);
+    return nb::bytes(reinterpret_cast<const char*>(crcs.data()), crcs.size() * sizeof(uint32_t));
+}
+
+std::vector<int64_t> gather_read(int fd, int64_t data_offset, int64_t data_length, int64_t chunk_bytes,
+                                 nb::handle chunk_crcs, nb::handle pieces, int threads, bool verify) {
+    const auto crcs = Buffer("chunk_crcs", chunk_crcs).items<uint32_t>("chunk_crcs");
+    const auto list = Buffer("pieces", pieces).items<flashckpt::GatherPiece>("pieces");
+    std::vector<int64_t> bad;
+    Status status = Status::ok();
+    {
+        nb::gil_scoped_release released;
+        status = flashckpt::gather_read(fd, data_offset, data_length, chunk_bytes, crcs.data(), crcs.size(),
+                                        list.data(), list.size(), threads, verify, &bad);
+    }
+    raise_unless_ok(status);
+    return bad;
+}
+
+std::vector<int64_t> verify_chunks(nb::handle data, int64_t chunk_bytes, nb::handle chunk_crcs, int threads) {
+    const Buffer buffer("data", data);
+    const auto crcs = Buffer("chunk_crcs", chunk_crcs).items<uint32_t>("chunk_crcs");
+    std::vector<int64_t> bad;
+    Status status = Status::ok();
+    {
+        nb::gil_scoped_release released;
+        status = flashckpt::verify_chunks(buffer.data(), buffer.length(), chunk_bytes, crcs.data(),
+                                          crcs.size(), threads, &bad);
+    }
+    raise_unless_ok(status);
+    return bad;
+}
+
+std::vector<int64_t> verify_file(int fd, int64_t data_offset, int64_t data_length, int64_t chunk_bytes,
+                                 nb::handle chunk_crcs, int threads) {
+    const auto crcs = Buffer("chunk_crcs", chunk_crcs).items<uint32_t>("chunk_crcs");
+    std::vector<int64_t> bad;
+    Status status = Status::ok();
+    {
+        nb::gil_scoped_release released;
+        status = flashckpt::verify_file(fd, data_offset, data_length, chunk_bytes, crcs.data(), crcs.size(),
+                                        threads, &bad);
+    }
+    raise_unless_ok(status);
+    return bad;
+}
+
+void prefault(nb::handle data, int threads) {
+    const Buffer buffer("data", data, Buffer::Access::kWrite);
+    Status status = Status::ok();
+    {
+        nb::gil_scoped_release released;
+        status = flashckpt::prefault(buffer.data(), static_cast<size_t>(buffer.length()), threads);
+    }
+    raise_unless_ok(status);
+}
+
+}  // namespace
+
+NB_MODULE(_core, module) {
+    using namespace nb::literals;
+    module.def("crc32c", &crc32c, "data"_a, "seed"_a = 0);
+    module.def("crc32c_combine", &flashckpt::crc32c_combine, "first"_a, "second"_a, "second_length"_a);
+    module.def("scatter_copy", &scatter_copy, "destination"_a, "pieces"_a, "chunk_bytes"_a, "threads"_a);
+    module.def("gather_read", &gather_read, "fd"_a, "data_offset"_a, "data_length"_a, "chunk_bytes"_a,
+               "chunk_crcs"_a, "pieces"_a, "threads"_a, "verify"_a = true);
+    module.def("verify_chunks", &verify_chunks, "data"_a, "chunk_bytes"_a, "chunk_crcs"_a, "threads"_a);
+    module.def("verify_file", &verify_file, "fd"_a, "data_offset"_a, "data_length"_a, "chunk_bytes"_a,
+               "chunk_crcs"_a, "threads"_a);
+    module.def("prefault", &prefault, "data"_a, "threads"_a);
+    module.def("kernel", [] { return std::string(flashckpt::active_kernel().name); });
+    module.def("kernels", &flashckpt::available_kernels);
+    module.def(
+        "set_kernel", [](const std::string& name) { raise_unless_ok(flashckpt::set_kernel(name)); },
+        "name"_a);
+}
