@@ -1,0 +1,1 @@
+"""Bytes ↔ types: what a shard file looks like. Pure, without torch; docs/format.md has every rule."""

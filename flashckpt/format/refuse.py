@@ -1,0 +1,32 @@
+"""One way to say no to bytes: where, what was expected, what was found."""
+
+from __future__ import annotations
+
+import reprlib
+from typing import Any, NoReturn
+
+from flashckpt.errors import CorruptShardError
+
+_LONGEST = 80
+_brief = reprlib.Repr()
+_brief.maxstring = _brief.maxother = _LONGEST
+
+
+def shorten(value: Any) -> str:
+    """`repr` of a value from outside, cut so that it can neither flood a log nor fail."""
+    try:
+        text = _brief.repr(value[:_LONGEST] if isinstance(value, str | bytes) else value)
+    except Exception:  # an integer too long for decimal digits, or a class whose repr raises
+        return f"<{type(value).__name__}>"
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
+
+
+def corrupt(where: str, expected: str, found: Any) -> NoReturn:
+    found = found if isinstance(found, str) else shorten(found)
+    raise CorruptShardError(
+        f"{where}: expected {expected}, found {found}",
+        hint="this copy can't be used; another holder may have a good one",
+        where=where,
+        expected=expected,
+        found=found,
+    )

@@ -1,0 +1,9 @@
+"""Packed non-tensor values: typed, pickle-free, the same bytes for the same values."""
+
+from __future__ import annotations
+
+from flashckpt.format.value_decode import decode_values
+from flashckpt.format.value_encode import encode_values
+from flashckpt.format.value_tags import Blob
+
+__all__ = ["Blob", "decode_values", "encode_values"]
