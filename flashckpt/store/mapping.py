@@ -1,0 +1,56 @@
+"""A slot's file, mapped into this process.
+
+The mapping outlives claim and seal: faulting pages in again costs many times the copy into them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+
+
+class Mapping:
+    """Owns a descriptor and the shared mapping of the whole file behind it."""
+
+    __slots__ = ("_map", "fd", "inode", "size_bytes")
+
+    def __init__(self, fd: int, size_bytes: int, *, huge_pages: bool) -> None:
+        """The file has to have its memory already: touching a page that can't be had is a SIGBUS."""
+        self.fd = fd
+        self.size_bytes = size_bytes
+        self.inode = os.fstat(fd).st_ino
+        self._map = mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        # Weights do not belong into core dumps. Advice that a kernel does not know changes nothing.
+        with contextlib.suppress(OSError):
+            self._map.madvise(mmap.MADV_DONTDUMP)
+        if huge_pages:
+            with contextlib.suppress(OSError):
+                self._map.madvise(mmap.MADV_HUGEPAGE)
+
+    def view(self) -> memoryview:
+        return memoryview(self._map)
+
+    def fits(self, found: os.stat_result, size_bytes: int) -> bool:
+        """Whether this is the mapping of that file at that size."""
+        return self.inode == found.st_ino and self.size_bytes == size_bytes == found.st_size
+
+    def is_unlinked(self) -> bool:
+        return os.fstat(self.fd).st_nlink == 0
+
+    def close(self) -> bool:
+        """False where a buffer over the mapping is still in use; it then stays as it is."""
+        try:
+            self._map.close()
+        except BufferError:
+            return False
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+        return True
+
+    def forget(self) -> None:
+        """As close(), but a mapping that is still in use goes when its last buffer does."""
+        if not self.close() and self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1

@@ -1,0 +1,132 @@
+"""Who wrote a slot last, and whether that process can still touch it.
+
+A slot may go to another writer only once its last one is known to have exited: a paused process may wake up
+and go on writing through its mapping. Doubt therefore always means "alive".
+"""
+
+from __future__ import annotations
+
+import os
+import select
+from dataclasses import dataclass
+from pathlib import Path
+
+from flashckpt.errors import ConfigError
+
+BOOT_ID_PATH = Path("/proc/sys/kernel/random/boot_id")
+_PROC = Path("/proc")
+# The inode of the time namespace that every process starts in; the kernel fixes the number.
+_INITIAL_TIME_NAMESPACE = 0xEFFFFFFA
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """One process, told apart from every other of this machine, before and after a reboot."""
+
+    pid: int  # as its own pid namespace counts
+    start_ticks: int  # clock ticks from boot to its start: a reused pid has another one
+    boot_id8: str  # the first 8 hex digits of the boot id
+    pid_namespace: int  # inode number; see _namespace()
+
+    @staticmethod
+    def current() -> Owner:
+        """This process. Nothing is cached: after a fork it is the child."""
+        start_ticks = _start_ticks("self")
+        if start_ticks is None:
+            raise ConfigError(
+                "expected this process's start time in /proc/self/stat, found none",
+                hint="mount proc at /proc: flashckpt tells live writers from dead ones with it",
+            )
+        return Owner(os.getpid(), start_ticks, read_boot_id8(), _namespace())
+
+
+def is_dead(owner: Owner) -> bool:
+    """True only if the process is known to have exited, and with it all its mappings."""
+    if owner.boot_id8 != read_boot_id8():
+        return True
+    if owner.pid_namespace != _namespace():
+        return False  # its pid means nothing here
+    try:
+        pidfd = os.pidfd_open(owner.pid)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        # The number names a thread now, or descriptors or permission are lacking.
+        return _is_dead_without_pidfd(owner)
+    try:
+        if _has_exited(pidfd):
+            return True
+        start_ticks = _start_ticks(_pid_in_proc(pidfd))
+        # Once more: the process may have gone while its files in /proc were read.
+        return _has_exited(pidfd) or (start_ticks is not None and start_ticks != owner.start_ticks)
+    finally:
+        os.close(pidfd)
+
+
+def read_boot_id8() -> str:
+    return read_boot_id()[:8]
+
+
+def read_boot_id() -> str:
+    """32 hex digits. Read at each call: a restored container sees another machine's."""
+    try:
+        text = BOOT_ID_PATH.read_text(encoding="ascii").strip().replace("-", "")
+        int(text, 16)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"expected a boot id in {BOOT_ID_PATH}, found {error}",
+            hint="mount proc at /proc: flashckpt tells live writers from dead ones with it",
+        ) from error
+    return text.lower()
+
+
+def _is_dead_without_pidfd(owner: Owner) -> bool:
+    try:
+        os.kill(owner.pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        pass
+    if os.readlink(_PROC / "self") != str(os.getpid()):
+        return False  # /proc counts in another pid namespace: this pid is somebody else's there
+    start_ticks = _start_ticks(str(owner.pid))
+    return start_ticks is not None and start_ticks != owner.start_ticks
+
+
+def _namespace() -> int:
+    """Where pids and start times can be compared.
+
+    Usually the inode of the pid namespace. A time namespace shifts start times, so that another one makes
+    a live process look like a reused pid: it is folded in, and counts as "can't know" as well.
+    """
+    pid_namespace = (_PROC / "self/ns/pid").stat().st_ino
+    try:
+        time_namespace = (_PROC / "self/ns/time").stat().st_ino
+    except FileNotFoundError:
+        return pid_namespace
+    return pid_namespace ^ time_namespace ^ _INITIAL_TIME_NAMESPACE
+
+
+def _has_exited(pidfd: int) -> bool:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def _pid_in_proc(pidfd: int) -> str:
+    # /proc may be mounted from another pid namespace; the descriptor's own record counts as /proc does.
+    for line in (_PROC / f"self/fdinfo/{pidfd}").read_text(encoding="ascii").splitlines():
+        key, _, value = line.partition(":")
+        if key == "Pid":
+            return value.strip()
+    return "-1"
+
+
+def _start_ticks(pid: str) -> int | None:
+    try:
+        stat = (_PROC / pid / "stat").read_bytes()
+    except OSError:
+        return None
+    # The name in parentheses may hold spaces and parentheses; field 22 counts from behind the last one.
+    fields = stat[stat.rfind(b")") + 1 :].split()
+    return int(fields[19]) if len(fields) > 19 else None

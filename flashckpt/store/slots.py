@@ -1,0 +1,507 @@
+"""Slots on tmpfs: files that are allocated, faulted and mapped once, and then change hands by renaming.
+
+    new ─────────────┐
+    pool/ ──claim──▶ writing/ ──seal──▶ sealed/ ──release──▶ writing/ ──▶ pool/
+                        └──abandon──▶ pool/        └──quarantine──▶ quarantine/ ──▶ unlinked
+
+Several processes use one directory without locks. A file's directory and name are its whole state, a rename
+changes it in one step, and of two that try the same rename the second gets ENOENT and looks again. The last
+writer stands in the name: a slot goes to another process only when that writer is known to have exited.
+Threads of one process may use one store: the same renames decide between them.
+
+Failpoints, in the order of a slot's life:
+`after_create` (new file, empty) or `after_take` (out of the pool) · `before_allocate` · `mid_allocate`
+(between two steps) · `after_allocate` · `after_map` · `after_invalidate` (the old preamble is gone) ·
+`after_claim` · `before_abandon` · `after_abandon` · `before_rename_sealed` · `after_rename_sealed` ·
+`before_release` · `mid_release` (out of sealed/, the preamble still whole) · `after_zero_released` ·
+`after_release` · `before_quarantine` · `after_quarantine` · `mid_reclaim` · `before_fence` · `mid_fence` ·
+`after_fence`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from flashckpt.errors import (
+    ClosedError,
+    ConfigError,
+    ConflictError,
+    FlashError,
+    NotFoundError,
+)
+from flashckpt.failpoints import failpoint
+from flashckpt.store import audit, fence, voids
+from flashckpt.store.audit import StoreStatus
+from flashckpt.store.directory import Directory, State, open_directory
+from flashckpt.store.mounts import huge_page_bytes
+from flashckpt.store.names import (
+    parse_fence_draft_name,
+    parse_sealed_name,
+    parse_slot_name,
+    sealed_name,
+    sealed_prefix,
+    slot_name,
+)
+from flashckpt.store.owner import Owner, is_dead, read_boot_id8
+from flashckpt.store.room import RoomReader, check_room, format_bytes, no_space
+from flashckpt.store.supply import Supply, Taken
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from types import TracebackType
+
+    from flashckpt.types import Fence, Generation, ShardId
+
+__all__ = ["Reclaimed", "Sealed", "Slot", "SlotStore", "StoreStatus"]
+
+_log = logging.getLogger(__name__)
+_QUARANTINED_FILES = 2
+_MAX_REMEMBERED_NAMES = 1000
+
+_forks = 0
+
+
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+# A child in a new pid namespace can have its parent's pid, so that comparing pids is not enough.
+os.register_at_fork(after_in_child=_count_fork)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slot:
+    """Memory to write one shard into, until it is sealed or abandoned."""
+
+    slot_id: int
+    size_bytes: int
+    view: memoryview  # of the whole mapping, writable; released by seal() and abandon()
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """A shard in the memory directory, known by its name alone."""
+
+    shard: ShardId
+    tag: int
+    slot_id: int
+    writer: Owner
+    _directory: Directory = field(repr=False, compare=False)
+
+    @property
+    def name(self) -> str:
+        return sealed_name(self.shard, self.tag, self.slot_id, self.writer)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the file, asked when read. NotFoundError where it has gone."""
+        found = self._directory.stat(State.SEALED, self.name)
+        if found is None:
+            raise _shard_gone(self)
+        return found.st_size
+
+
+@dataclass(frozen=True, slots=True)
+class Reclaimed:
+    """What reclaim() found left behind."""
+
+    files: int = 0  # slots that dead writers were filling: back in the pool
+    bytes: int = 0
+    dropped_files: int = 0  # slots of another boot, drafts and marks of dead writers: unlinked
+    dropped_bytes: int = 0
+
+
+class SlotStore:
+    """One process's hand on the memory directory of one job."""
+
+    def __init__(self, directory: Directory, *, budget_bytes: int | None, threads: int) -> None:
+        """Use SlotStore.open()."""
+        self.path = directory.path
+        self.huge_page_bytes = huge_page_bytes(directory.mount, directory.fd)
+        self._directory = directory
+        self._owner = Owner.current()
+        self._process = (os.getpid(), _forks)
+        self._closed = False
+        self._room = RoomReader(
+            directory.fd,
+            directory.mount,
+            budget_bytes=budget_bytes,
+            used_bytes=lambda: audit.slot_bytes(directory),
+        )
+        self._supply = Supply(
+            directory,
+            self._owner,
+            self._room,
+            huge_page_bytes=self.huge_page_bytes,
+            threads=threads,
+            on_foreign_name=self._note_foreign,
+        )
+        self.granule_bytes = self._supply.granule_bytes
+        self._writing: dict[int, Slot] = {}
+        self._foreign_names: set[tuple[State, str]] = set()
+
+    @staticmethod
+    def open(
+        memory_dir: str | Path,
+        job: str,
+        *,
+        budget_bytes: int | None = None,
+        create: bool = True,
+        threads: int = 2,
+    ) -> SlotStore:
+        """`budget_bytes` caps the sum of all slot files of the job on this node; this store stays below it.
+
+        `threads` fault new pages in.
+        """
+        if budget_bytes is not None and budget_bytes <= 0:
+            raise ConfigError(f"budget_bytes: expected more than 0, found {budget_bytes}")
+        if threads < 1:
+            raise ConfigError(f"threads: expected at least 1, found {threads}")
+        directory = open_directory(memory_dir, job, create)
+        try:
+            return SlotStore(directory, budget_bytes=budget_bytes, threads=threads)
+        except BaseException:
+            directory.close()
+            raise
+
+    def __enter__(self) -> SlotStore:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self, *, remove_pool: bool = False) -> None:
+        """Own free slots stay, for the next process, unless `remove_pool`. May be called twice.
+
+        In a forked child only the child's descriptors and mappings go; the files are the parent's.
+        """
+        if self._closed:
+            return
+        try:
+            if self._process == (os.getpid(), _forks):
+                for slot in list(self._writing.values()):
+                    self.abandon(slot)
+                if remove_pool:
+                    self._supply.remove_own_pool()
+        except FlashError as error:
+            _log.warning("slot store %s: free slots were left behind: %s", self.path, error)
+        finally:
+            self._closed = True
+            self._writing.clear()
+            self._supply.drop_all_mappings()
+            self._directory.close()
+
+    # -- the life of a slot -------------------------------------------------------------------------------
+
+    def claim(self, size_bytes: int) -> Slot:
+        """A slot of exactly that size, in memory and mapped, that nobody else has.
+
+        An own free slot of that size costs a rename. Else one is resized: an own one, or the closest whose
+        last writer has exited; else a file is made. Free slots are given up before NoSpaceError is raised.
+        """
+        self._check_usable()
+        if size_bytes <= 0 or size_bytes % self.granule_bytes:
+            raise ConfigError(
+                f"slot of {size_bytes} bytes: expected a positive multiple of {self.granule_bytes}",
+                hint="round up to granule_bytes",
+            )
+        self._directory.check_still_ours()
+        self._supply.forget_unlinked()
+        taken = self._supply.take(size_bytes)
+        try:
+            mapping = self._supply.fit(taken.slot_id, size_bytes)
+            failpoint("after_claim")
+        except BaseException:
+            self._supply.put_back(taken)
+            raise
+        slot = Slot(taken.slot_id, size_bytes, mapping.view())
+        self._writing[taken.slot_id] = slot
+        return slot
+
+    def prepare(self, size_bytes: int, count: int) -> None:
+        """Does the slow part of `count` claims ahead: as many own slots of that size lie ready afterwards."""
+        slots: list[Slot] = []
+        try:
+            slots.extend(self.claim(size_bytes) for _ in range(count))
+        finally:
+            for slot in slots:
+                self.abandon(slot)
+
+    def seal(self, slot: Slot, shard: ShardId, tag: int = 0) -> Sealed:
+        """Makes the slot a shard. ConflictError, and the slot stays as it was, where the shard exists.
+
+        `tag` is the caller's, and travels in the name.
+        """
+        self._check_usable()
+        self._check_writing(slot)
+        self._directory.check_still_ours()
+        sealed = Sealed(shard, tag, slot.slot_id, self._owner, self._directory)
+        writing_name = slot_name(slot.slot_id, self._owner)
+        self._check_only(sealed)
+        failpoint("before_rename_sealed")
+        if not self._directory.move(State.WRITING, writing_name, State.SEALED, sealed.name):
+            raise self._supply.vanished(slot.slot_id)
+        try:
+            # Again, since another process may have sealed the same shard in between. Whoever comes second
+            # sees the first, so that two never stay; if both see each other, both withdraw.
+            self._check_only(sealed)
+        except ConflictError:
+            self._directory.move(State.SEALED, sealed.name, State.WRITING, writing_name)
+            raise
+        self._writing.pop(slot.slot_id, None)
+        _release_view(slot)
+        failpoint("after_rename_sealed")
+        return sealed
+
+    def abandon(self, slot: Slot) -> None:
+        """Back into the pool, whatever was written."""
+        self._check_usable()
+        self._check_writing(slot)
+        failpoint("before_abandon")
+        del self._writing[slot.slot_id]
+        _release_view(slot)
+        self._supply.put_back(Taken(slot.slot_id, self._owner))
+        failpoint("after_abandon")
+
+    def release(self, sealed: Sealed) -> bool:
+        """Frees a shard's slot: an own one, or one whose writer has exited.
+
+        False where the writer is another live process, or the shard has gone already.
+        """
+        self._check_usable()
+        if sealed.writer != self._owner and not is_dead(sealed.writer):
+            return False
+        failpoint("before_release")
+        # By way of writing/, under our name: nobody can take it out of the pool while it still has a valid
+        # preamble, and if we die here it is found as any other slot of a dead writer.
+        writing_name = slot_name(sealed.slot_id, self._owner)
+        if not self._directory.move(State.SEALED, sealed.name, State.WRITING, writing_name):
+            return False
+        failpoint("mid_release")
+        self._supply.erase_preamble(sealed.slot_id)
+        failpoint("after_zero_released")
+        # A dead writer's slot keeps its name, so that every process may claim it: we only wrote through a
+        # descriptor that is closed again.
+        pool_name = slot_name(sealed.slot_id, sealed.writer)
+        self._directory.move(State.WRITING, writing_name, State.POOL, pool_name)
+        failpoint("after_release")
+        return True
+
+    def quarantine(self, sealed: Sealed, reason: str) -> None:
+        """Sets a bad shard aside, any process's. Only renames: its writer may have it mapped."""
+        self._check_usable()
+        failpoint("before_quarantine")
+        if not self._directory.move(State.SEALED, sealed.name, State.QUARANTINE, sealed.name):
+            return
+        _log.warning("%s in %s quarantined: %s", sealed.shard, self.path, reason)
+        failpoint("after_quarantine")
+        kept = []
+        for name in self._directory.names(State.QUARANTINE):
+            found = self._directory.stat(State.QUARANTINE, name)
+            if parse_sealed_name(name) is not None and found is not None:
+                # The rename set ctime.
+                kept.append((found.st_ctime_ns, name))
+        for _, name in sorted(kept)[:-_QUARANTINED_FILES]:
+            self._directory.remove(State.QUARANTINE, name)
+
+    def reclaim(self) -> Reclaimed:
+        """Takes back what dead writers were filling, and drops what another boot left."""
+        self._check_usable()
+        self._supply.forget_unlinked()
+        files = size_bytes = dropped_files = dropped_bytes = 0
+        boot_id8 = read_boot_id8()
+        dead: dict[Owner, bool] = {}
+        for name in self._directory.names(State.WRITING):
+            parsed = parse_slot_name(name)
+            if parsed is None or not self._is_dead(parsed.writer, dead):
+                continue
+            found = self._directory.stat(State.WRITING, name)
+            if found is not None and self._directory.move(State.WRITING, name, State.POOL, name):
+                files += 1
+                size_bytes += found.st_size
+            failpoint("mid_reclaim")
+        for state, name, writer in self._droppable():
+            if writer.boot_id8 == boot_id8 and (state is not None or not self._is_dead(writer, dead)):
+                continue
+            found = self._directory.stat(state, name)
+            if found is not None and self._directory.remove(state, name):
+                dropped_files += 1
+                dropped_bytes += found.st_size
+        dropped_files += voids.drop_stale(self._directory, lambda writer: self._is_dead(writer, dead))
+        return Reclaimed(files, size_bytes, dropped_files, dropped_bytes)
+
+    # -- shards -------------------------------------------------------------------------------------------
+
+    def scan(self) -> tuple[Sealed, ...]:
+        """All shards, from their names alone. Whether the bytes are whole is the reader's to verify."""
+        self._check_usable()
+        found = []
+        for name in self._directory.names(State.SEALED):
+            parsed = parse_sealed_name(name)
+            if parsed is None:
+                self._note_foreign(State.SEALED, name)
+                continue
+            found.append(Sealed(parsed.shard, parsed.tag, parsed.slot_id, parsed.writer, self._directory))
+        return tuple(found)
+
+    def open_shard(self, sealed: Sealed) -> int:
+        """A descriptor for reading, the caller's to close. The file may be recycled while it is read."""
+        self._check_usable()
+        try:
+            return self._directory.open_file(State.SEALED, sealed.name)
+        except FileNotFoundError as error:
+            raise _shard_gone(sealed) from error
+
+    # -- fence and marks ----------------------------------------------------------------------------------
+
+    def read_fence(self) -> Fence | None:
+        self._check_usable()
+        return fence.read_fence(self._directory)
+
+    def write_fence(self, new: Fence) -> Fence:
+        """Adopts the fence where it is newer (see fence.py); returns the one in force."""
+        self._check_usable()
+        self._directory.check_still_ours()
+        try:
+            return fence.write_fence(self._directory, new, self._owner)
+        except OSError as error:
+            raise self._supply.explained(error, mmap.PAGESIZE) from error
+
+    def highest_epoch(self) -> int:
+        """That the fence or any shard here knows of; 0 if none."""
+        in_force = self.read_fence()
+        fenced = 0 if in_force is None else in_force.epoch
+        return max([fenced, *(sealed.shard.generation.epoch for sealed in self.scan())])
+
+    def mark_void(self, generation: Generation) -> None:
+        """Tells the other processes here that this one will not complete the generation."""
+        self._check_usable()
+        voids.mark_void(self._directory, generation, self._owner)
+
+    def voids(self) -> frozenset[Generation]:
+        """The generations that somebody will not complete."""
+        self._check_usable()
+        return voids.read_voids(self._directory)
+
+    # -- looking at it ------------------------------------------------------------------------------------
+
+    @property
+    def directory_id(self) -> str:
+        """The same for all processes that share this directory, and for no others."""
+        self._check_usable()
+        return self._directory.identity()
+
+    def check_budget(self, total_bytes: int) -> None:
+        """Raises NoSpaceError where the directory can't ever hold slots of that size in all.
+
+        Slots that are there already count: they will be recycled.
+        """
+        self._check_usable()
+        room = replace(self._room(), budget_used_bytes=audit.slot_bytes(self._directory))
+        need = max(0, total_bytes - room.budget_used_bytes)
+        reason = check_room(need, room)
+        if reason is not None:
+            reason = (
+                f"slots of {format_bytes(total_bytes)} in all, of which "
+                f"{format_bytes(total_bytes - need)} are there: {reason}"
+            )
+            raise no_space(need, room, reason, str(self.path))
+
+    def status(self) -> StoreStatus:
+        self._check_usable()
+        return audit.read_status(
+            self._directory,
+            self._room(),
+            huge_page_bytes=self.huge_page_bytes,
+            granule_bytes=self.granule_bytes,
+        )
+
+    def check(self) -> list[str]:
+        """What should never be, in words; empty when all is well. Meant for a quiet moment."""
+        self._check_usable()
+        held = {slot_name(slot_id, self._owner) for slot_id in self._writing}
+        return audit.find_problems(self._directory, held_by_us=held)
+
+    # -- inside -------------------------------------------------------------------------------------------
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise ClosedError(f"slot store {self.path}: used after close()")
+        if self._process != (os.getpid(), _forks):
+            raise ConflictError(
+                f"slot store {self.path}: opened by process {self._process[0]}, "
+                f"used by its fork {os.getpid()}",
+                hint="a fork must not write into its parent's slots: open a store of its own in the child",
+            )
+
+    def _check_writing(self, slot: Slot) -> None:
+        if self._writing.get(slot.slot_id) is not slot:
+            raise ConflictError(
+                f"slot {slot.slot_id:016x} in {self.path}: expected one that is being written, "
+                "found one that was sealed or abandoned before, or another store's",
+                slot_id=slot.slot_id,
+            )
+
+    def _check_only(self, sealed: Sealed) -> None:
+        prefix = sealed_prefix(sealed.shard)
+        others = [
+            name
+            for name in self._directory.names(State.SEALED)
+            if name.startswith(prefix) and name != sealed.name and parse_sealed_name(name) is not None
+        ]
+        if others:
+            raise ConflictError(
+                f"{sealed.shard} in {self.path}: expected none yet, found {others[0]}",
+                hint="two processes act as the same rank of the same launch, or a save was repeated "
+                "with the same attempt number",
+                shard=sealed.shard,
+            )
+
+    def _is_dead(self, owner: Owner, known: dict[Owner, bool]) -> bool:
+        if owner not in known:
+            known[owner] = owner != self._owner and is_dead(owner)
+        return known[owner]
+
+    def _droppable(self) -> list[tuple[State | None, str, Owner]]:
+        """What is not worth keeping beyond a reboot, and drafts of fences."""
+        found: list[tuple[State | None, str, Owner]] = []
+        for name in self._directory.names(State.POOL):
+            slot = parse_slot_name(name)
+            if slot is not None:
+                found.append((State.POOL, name, slot.writer))
+        for name in self._directory.names(State.QUARANTINE):
+            sealed = parse_sealed_name(name)
+            if sealed is not None:
+                found.append((State.QUARANTINE, name, sealed.writer))
+        for name in self._directory.names(None):
+            writer = parse_fence_draft_name(name)
+            if writer is not None:
+                found.append((None, name, writer))
+        return found
+
+    def _note_foreign(self, state: State, name: str) -> None:
+        if (state, name) not in self._foreign_names and len(self._foreign_names) < _MAX_REMEMBERED_NAMES:
+            self._foreign_names.add((state, name))
+            _log.warning("%s/%s: %r is not a name of flashckpt; ignored", self.path, state, name)
+
+
+def _release_view(slot: Slot) -> None:
+    # Whoever made arrays over it keeps them; the mapping then stays, and is not resized under them.
+    with contextlib.suppress(BufferError):
+        slot.view.release()
+
+
+def _shard_gone(sealed: Sealed) -> NotFoundError:
+    return NotFoundError(
+        f"{sealed.shard}: expected the file {sealed.name}, found none",
+        hint="it was released or quarantined meanwhile; scan again",
+        shard=sealed.shard,
+    )

@@ -1,0 +1,277 @@
+"""How a file comes into `writing/` with memory, mapping and an empty preamble, and how it leaves.
+
+Whoever wins the rename into `writing/` has the slot for itself, against other processes and other threads
+alike; only then its mapping in this process is touched.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import secrets
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from flashckpt import native
+from flashckpt.errors import FlashError, NoSpaceError, UnsafeDirectoryError
+from flashckpt.failpoints import failpoint
+from flashckpt.store.directory import Directory, State
+from flashckpt.store.mapping import Mapping
+from flashckpt.store.names import parse_slot_name, slot_name
+from flashckpt.store.owner import Owner, is_dead
+from flashckpt.store.room import Room, allocate, describe, no_space
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_GRANULE_BYTES = 64 << 10
+# Nothing of the format lies before its preamble, which fits in here: zeroed, the file is no shard any more.
+_PREAMBLE_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A file in writing/ under our name."""
+
+    slot_id: int
+    last_writer: Owner | None  # None = the file is new
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A free slot that may be taken."""
+
+    slot_id: int
+    writer: Owner
+    size_bytes: int
+
+    @property
+    def name(self) -> str:
+        return slot_name(self.slot_id, self.writer)
+
+
+class Supply:
+    """The free slots of one directory, as one process sees them, and its mappings."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        owner: Owner,
+        room: Callable[[], Room],
+        *,
+        huge_page_bytes: int,
+        threads: int,
+        on_foreign_name: Callable[[State, str], None],
+    ) -> None:
+        self.granule_bytes = max(_GRANULE_BYTES, huge_page_bytes)
+        self._directory = directory
+        self._owner = owner
+        self._room = room
+        self._huge_page_bytes = huge_page_bytes
+        self._threads = threads
+        self._on_foreign_name = on_foreign_name
+        self._mappings: dict[int, Mapping] = {}
+
+    def take(self, size_bytes: int) -> Taken:
+        """The best free slot, of whatever size, or a new file."""
+
+        def preference(candidate: _Candidate) -> tuple[bool, bool, int]:
+            own = candidate.writer == self._owner
+            exact = candidate.size_bytes == size_bytes
+            return not (own and exact), not own, abs(candidate.size_bytes - size_bytes)
+
+        for candidate in sorted(self._claimable(), key=preference):
+            if self._take_from_pool(candidate, keep_mapping=candidate.size_bytes == size_bytes):
+                taken = Taken(candidate.slot_id, candidate.writer)
+                self._pass_failpoint("after_take", taken)
+                return taken
+        taken = Taken(secrets.randbits(64), None)
+        try:
+            os.close(self._directory.create_file(State.WRITING, self._name(taken.slot_id)))
+        except OSError as error:
+            raise self.explained(error, size_bytes) from error
+        self._pass_failpoint("after_create", taken)
+        return taken
+
+    def fit(self, slot_id: int, size_bytes: int) -> Mapping:
+        """Gives a taken slot exactly that size, memory, a mapping and an empty preamble."""
+        try:
+            fd = self._directory.open_file(State.WRITING, self._name(slot_id), write=True)
+        except FileNotFoundError as error:
+            raise self.vanished(slot_id) from error
+        try:
+            found = os.fstat(fd)
+            mapping = self._mappings.get(slot_id)
+            if mapping is not None and mapping.fits(found, size_bytes) and not self._has_holes(found):
+                os.close(fd)
+                _zero(mapping)
+                failpoint("after_invalidate")
+                return mapping
+            # Else another store of this process resized the file: nobody may use the old mapping again.
+            self.drop_mapping(slot_id)
+            self._resize(fd, found, size_bytes, slot_id)
+            try:
+                mapping = Mapping(fd, size_bytes, huge_pages=self._huge_page_bytes > 0)
+            except OSError as error:
+                raise self.explained(error, size_bytes) from error
+        except BaseException:
+            os.close(fd)
+            raise
+        self._mappings[slot_id] = mapping
+        failpoint("after_map")
+        # IMPORTANT: before anything else is written, so that no crash leaves an old preamble over new bytes.
+        _zero(mapping)
+        failpoint("after_invalidate")
+        with mapping.view() as view:
+            native.prefault(view, self._threads)
+        return mapping
+
+    def put_back(self, taken: Taken) -> None:
+        """Undoes take(): a new file goes, another slot returns to the pool."""
+        name = self._name(taken.slot_id)
+        if taken.last_writer is None:
+            self.drop_mapping(taken.slot_id)
+            self._directory.remove(State.WRITING, name)
+            return
+        # What we never mapped we never wrote: others may go on claiming it as the dead writer's.
+        ours = taken.slot_id in self._mappings
+        writer = self._owner if ours else taken.last_writer
+        if not self._directory.move(State.WRITING, name, State.POOL, slot_name(taken.slot_id, writer)):
+            self.drop_mapping(taken.slot_id)
+
+    def erase_preamble(self, slot_id: int) -> None:
+        """Makes a taken slot's file no shard any more."""
+        fd = self._directory.open_file(State.WRITING, self._name(slot_id), write=True)
+        try:
+            found = os.fstat(fd)
+            mapping = self._mappings.get(slot_id)
+            if found.st_size < _PREAMBLE_BYTES:
+                return
+            if mapping is not None and mapping.fits(found, mapping.size_bytes):
+                _zero(mapping)
+            elif self._directory.mount.fs_type == "hugetlbfs":
+                # It knows no write(). A file that has a size has a whole first page.
+                with mmap.mmap(fd, self._huge_page_bytes) as page:
+                    page[:_PREAMBLE_BYTES] = bytes(_PREAMBLE_BYTES)
+            else:
+                os.pwrite(fd, bytes(_PREAMBLE_BYTES), 0)
+        finally:
+            os.close(fd)
+
+    def remove_own_pool(self) -> None:
+        for candidate in self._claimable():
+            if candidate.writer == self._owner:
+                self._directory.remove(State.POOL, candidate.name)
+
+    def forget_unlinked(self) -> None:
+        """Others may have quarantined and dropped our shards; a mapping would keep their memory."""
+        for slot_id, mapping in list(self._mappings.items()):
+            if mapping.is_unlinked() and mapping.close():
+                self._mappings.pop(slot_id, None)
+
+    def drop_mapping(self, slot_id: int) -> None:
+        mapping = self._mappings.pop(slot_id, None)
+        if mapping is not None:
+            mapping.forget()
+
+    def drop_all_mappings(self) -> None:
+        for slot_id in list(self._mappings):
+            self.drop_mapping(slot_id)
+
+    def vanished(self, slot_id: int) -> UnsafeDirectoryError:
+        return UnsafeDirectoryError(
+            f"{self._directory.path / State.WRITING}: expected our slot {slot_id:016x}, "
+            "found that it was removed or renamed",
+            hint="somebody else changes the memory directory: only flashckpt may",
+            path=str(self._directory.path),
+            slot_id=slot_id,
+        )
+
+    def explained(self, error: OSError, need_bytes: int) -> OSError:
+        """NoSpaceError with the figures where that is what the error is about, else the error itself."""
+        if isinstance(error, FlashError) or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
+            return error
+        room = self._room()
+        reason = f"{os.strerror(error.errno)}: {describe(need_bytes, room)}"
+        return no_space(need_bytes, room, reason, str(self._directory.path))
+
+    def _name(self, slot_id: int) -> str:
+        return slot_name(slot_id, self._owner)
+
+    def _pass_failpoint(self, name: str, taken: Taken) -> None:
+        try:
+            failpoint(name)
+        except BaseException:
+            self.put_back(taken)
+            raise
+
+    def _claimable(self) -> list[_Candidate]:
+        """Free slots of this process and of processes that have exited."""
+        dead: dict[Owner, bool] = {self._owner: True}
+        candidates = []
+        for name in self._directory.names(State.POOL):
+            parsed = parse_slot_name(name)
+            if parsed is None:
+                self._on_foreign_name(State.POOL, name)
+                continue
+            if parsed.writer not in dead:
+                dead[parsed.writer] = is_dead(parsed.writer)
+            if not dead[parsed.writer]:
+                continue  # it may have the slot mapped still, and wake up
+            found = self._directory.stat(State.POOL, name)
+            if found is not None:
+                candidates.append(_Candidate(parsed.slot_id, parsed.writer, found.st_size))
+        return candidates
+
+    def _take_from_pool(self, candidate: _Candidate, *, keep_mapping: bool) -> bool:
+        """False where somebody was quicker, or our own mapping of it is in use and would have to go."""
+        writing_name = self._name(candidate.slot_id)
+        if not self._directory.move(State.POOL, candidate.name, State.WRITING, writing_name):
+            return False
+        mapping = self._mappings.get(candidate.slot_id)
+        if mapping is None or keep_mapping:
+            return True
+        if mapping.close():
+            del self._mappings[candidate.slot_id]
+            return True
+        # Somebody still holds a buffer over it. Cut short, that buffer would be a SIGBUS.
+        self._directory.move(State.WRITING, writing_name, State.POOL, candidate.name)
+        return False
+
+    def _resize(self, fd: int, found: os.stat_result, size_bytes: int, slot_id: int) -> None:
+        if found.st_size > size_bytes:
+            os.ftruncate(fd, size_bytes)
+        start = 0 if self._has_holes(found) else min(found.st_size, size_bytes)
+        path = str(self._directory.path / State.WRITING / self._name(slot_id))
+        while start < size_bytes:
+            try:
+                allocate(
+                    fd, start, size_bytes - start, self._room, granule_bytes=self.granule_bytes, path=path
+                )
+            except NoSpaceError:
+                if not self._give_up_one():
+                    raise
+            else:
+                return
+
+    def _give_up_one(self) -> bool:
+        """Unlinks a free slot to make room; False where there is none."""
+
+        def preference(candidate: _Candidate) -> tuple[bool, int]:
+            return candidate.writer == self._owner, -candidate.size_bytes
+
+        for candidate in sorted(self._claimable(), key=preference):
+            if candidate.size_bytes and self._take_from_pool(candidate, keep_mapping=False):
+                self._directory.remove(State.WRITING, self._name(candidate.slot_id))
+                return True
+        return False
+
+    def _has_holes(self, found: os.stat_result) -> bool:
+        # A hole would be a SIGBUS once the filesystem is full. ramfs does not count blocks, nor fill up.
+        return self._directory.mount.fs_type != "ramfs" and found.st_blocks * 512 < found.st_size
+
+
+def _zero(mapping: Mapping) -> None:
+    with mapping.view() as view:
+        view[:_PREAMBLE_BYTES] = bytes(_PREAMBLE_BYTES)

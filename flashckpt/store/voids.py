@@ -1,0 +1,61 @@
+"""Marks of a rank that it will not complete a generation, for the other ranks of the node.
+
+Empty files, so that they can be made on a full filesystem: that is when saves fail. A mark lasts while shards
+of its generation lie here, or its writer may still be followed by slower ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING
+
+from flashckpt.errors import FlashError
+from flashckpt.store.directory import Directory, State
+from flashckpt.store.names import parse_sealed_name, parse_void_name, void_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from flashckpt.store.owner import Owner
+    from flashckpt.types import Generation
+
+_log = logging.getLogger(__name__)
+
+
+def mark_void(directory: Directory, generation: Generation, writer: Owner) -> None:
+    """Never raises for want of inodes: it is called where a save has failed already."""
+    # Generations that this launch has left behind are told from its later ones; their marks may go.
+    _drop(directory, lambda old, _: old[:2] == generation[:2] and old.seq < generation.seq)
+    try:
+        os.close(directory.create_file(None, void_name(generation, writer)))
+    except FileExistsError:
+        pass
+    except OSError as error:
+        if isinstance(error, FlashError):
+            raise
+        _log.warning("%s: could not mark %s as void: %s", directory.path, generation, error.strerror)
+
+
+def read_voids(directory: Directory) -> frozenset[Generation]:
+    parsed = (parse_void_name(name) for name in directory.names(None))
+    return frozenset(found.generation for found in parsed if found is not None)
+
+
+def drop_stale(directory: Directory, is_dead: Callable[[Owner], bool]) -> int:
+    """Removes marks of dead writers; returns how many."""
+    return _drop(directory, lambda _, writer: is_dead(writer))
+
+
+def _drop(directory: Directory, condition: Callable[[Generation, Owner], bool]) -> int:
+    """Only marks of which no shard is left: without its mark, a shard would be waited for again."""
+    marks = [(name, found) for name in directory.names(None) if (found := parse_void_name(name)) is not None]
+    if not marks:
+        return 0
+    sealed = (parse_sealed_name(name) for name in directory.names(State.SEALED))
+    present = {found.shard.generation for found in sealed if found is not None}
+    return sum(
+        directory.remove(None, name)
+        for name, found in marks
+        if found.generation not in present and condition(found.generation, found.writer)
+    )
