@@ -1,0 +1,87 @@
+"""Peer-replicated in-memory checkpointing for PyTorch training.
+
+Importing this package imports neither torch nor grpc; names below load what they need when first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from flashckpt.config import CheckpointConfig
+from flashckpt.errors import (
+    AmbiguousHistoryError,
+    BusyError,
+    ClosedError,
+    ConfigError,
+    ConflictError,
+    CorruptShardError,
+    DeadlineError,
+    FencedError,
+    FlashError,
+    IncompatibleError,
+    InternalError,
+    MissingKeyError,
+    NoSpaceError,
+    NotFoundError,
+    StructureError,
+    UnsafeDirectoryError,
+    UnsupportedValueError,
+    UnusableError,
+)
+from flashckpt.types import Generation, Level, Outcome
+
+if TYPE_CHECKING:
+    from flashckpt import dcp
+    from flashckpt.checkpointer import Checkpointer
+    from flashckpt.load.result import LoadResult
+    from flashckpt.save.handle import SaveHandle
+    from flashckpt.state.flatten import PerRank
+
+_LAZY = {
+    "Checkpointer": "flashckpt.checkpointer",
+    "LoadResult": "flashckpt.load.result",
+    "PerRank": "flashckpt.state.flatten",
+    "SaveHandle": "flashckpt.save.handle",
+}
+
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    if name == "dcp":
+        return importlib.import_module("flashckpt.dcp")
+    raise AttributeError(f"module 'flashckpt' has no attribute {name!r}")
+
+
+__all__ = [
+    "AmbiguousHistoryError",
+    "BusyError",
+    "CheckpointConfig",
+    "Checkpointer",
+    "ClosedError",
+    "ConfigError",
+    "ConflictError",
+    "CorruptShardError",
+    "DeadlineError",
+    "FencedError",
+    "FlashError",
+    "Generation",
+    "IncompatibleError",
+    "InternalError",
+    "Level",
+    "LoadResult",
+    "MissingKeyError",
+    "NoSpaceError",
+    "NotFoundError",
+    "Outcome",
+    "PerRank",
+    "SaveHandle",
+    "StructureError",
+    "UnsafeDirectoryError",
+    "UnsupportedValueError",
+    "UnusableError",
+    "dcp",
+]

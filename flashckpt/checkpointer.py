@@ -1,0 +1,419 @@
+"""Checkpointer: save any state dict to this node's memory and load it back. Reads as the list of its stages."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import struct
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from flashckpt.config import CheckpointConfig, Settings, resolve
+from flashckpt.errors import (
+    AmbiguousHistoryError,
+    BusyError,
+    ClosedError,
+    ConfigError,
+    ConflictError,
+    FlashError,
+    UnusableError,
+)
+from flashckpt.group import PrivateGroup
+from flashckpt.launch import agree_launch, agree_topology
+from flashckpt.load.recover import Recovery, Request
+from flashckpt.save.handle import SaveHandle
+from flashckpt.save.plan import Planner, SavePlan
+from flashckpt.save.retention import State
+from flashckpt.save.values import pack
+from flashckpt.save.write import ShardWriter
+from flashckpt.state.flatten import Flat, flatten
+from flashckpt.store.slots import SlotStore
+from flashckpt.types import Fence, Generation, Launch, Level, Outcome, ShardId
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+
+    import torch.distributed as dist
+
+    from flashckpt.load.result import LoadResult
+    from flashckpt.store.slots import StoreStatus
+    from flashckpt.topology import Topology
+
+log = logging.getLogger(__name__)
+
+_AGREEMENT = struct.Struct("<IQ")  # tag, bytes that this rank's slots need
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointerStatus:
+    """A moment's view, for people and monitors."""
+
+    job: str
+    step: int | None  # the newest complete generation on this node
+    generations: tuple[tuple[Generation, str, str], ...]  # with state and reason, newest first
+    saves: dict[str, int]  # how many ended how
+    last_problem: str
+    store: StoreStatus
+
+
+@dataclass(frozen=True, slots=True)
+class DcpOrigin:
+    """A trainer as seen from a process that DCP spawned for it."""
+
+    settings: Settings
+    launch: Launch
+    topology: Topology
+
+
+class Checkpointer:
+    """Saves and loads state dicts. Make one on every rank; a context manager.
+
+    Start, `load`, `start_fresh`, `prewarm` and the first `save` are collective over a private group; all later
+    saves are local. Nothing here is thread-safe against itself: overlapping calls raise ConflictError.
+    """
+
+    def __init__(
+        self, config: CheckpointConfig | None = None, *, process_group: dist.ProcessGroup | None = None
+    ) -> None:
+        self.config = config or CheckpointConfig()
+        self._settings = resolve(self.config)
+        self._exclusive = threading.Lock()
+        self._closed = False
+        self._counts = {outcome.value: 0 for outcome in Outcome}
+        self._last_problem = ""
+        if self._settings.disabled:
+            log.warning("FLASHCKPT_DISABLE is set: nothing is saved or loaded")
+            return
+        self._group = PrivateGroup(process_group, self.config.start_timeout)
+        self._store = SlotStore.open(
+            self._settings.memory_dir,
+            self._settings.job,
+            budget_bytes=self.config.memory_budget_bytes,
+        )
+        self._topology = agree_topology(
+            self._group, self._settings.node_id, self._store.directory_id, self._settings.job
+        )
+        self._threads = self.config.threads or default_threads(len(self._topology.node_ranks))
+        launch = agree_launch(self._group, self._store.highest_epoch())
+        self._writer = ShardWriter(self._store, self._settings.job, launch, self.config, self._threads)
+        self._planner = Planner(self._topology)
+        self._seq = 0
+        self._last_step: int | None = None
+        self._agreed = False  # ranks compared what they are going to store
+        self._anchored = False  # what this launch saves is known to follow what is there
+        reclaimed = self._store.reclaim()
+        if reclaimed.files:
+            log.info("reclaimed %d slots (%d bytes) of processes that are gone", reclaimed.files, reclaimed.bytes)
+
+    # --- save -----------------------------------------------------------------------------------------------
+
+    def save(self, step: int, state_dict: Mapping[Any, Any], *, extra: Mapping[str, Any] | None = None) -> SaveHandle:
+        """Copies the state to this node's memory. Once this returns the tensors may be mutated.
+
+        Every rank has to call it with the same step. What the state dict itself is to blame for (a value that
+        can't be saved) is raised; running out of memory and the like ends in `handle.outcome == "failed"`.
+        """
+        with self._alone("save"):
+            if self._settings.disabled:
+                return self._not_saved(step, Outcome.SKIPPED, "FLASHCKPT_DISABLE is set")
+            self._check_step(step)
+            began = time.perf_counter()
+            flat = flatten(state_dict)
+            plan = self._planner.plan(flat)
+            values = pack(flat, extra, self.config.allow_torch_save)
+            self._anchor(step)
+            generation = self._next_generation(step)
+            handle = SaveHandle(step, generation, Level.SEALED)
+            try:
+                plan = self._agree_on(plan, flat, values)
+                planned = time.perf_counter()
+                written = self._writer.write(
+                    ShardId(generation, self._topology.rank, self._topology.world),
+                    plan,
+                    flat,
+                    values,
+                    on_staged=lambda: handle.advance(Level.STAGED),
+                )
+            except (FlashError, OSError) as error:
+                return self._save_failed(handle, error)
+            handle.size_bytes = written.sealed.size_bytes
+            handle.timings = dataclasses.replace(written.timings, plan=planned - began)
+            handle.advance(Level.SEALED)
+            return self._ended(handle, Outcome.OK, "")
+
+    def prewarm(self, state_dict: Mapping[Any, Any]) -> None:
+        """Allocates and faults the slots ahead of the first save. Collective.
+
+        Raises NoSpaceError, with figures, where the node's memory can't hold what the ranks are going to save.
+        """
+        with self._alone("prewarm"):
+            if self._settings.disabled:
+                return
+            flat = flatten(state_dict)
+            values = pack(flat, None, self.config.allow_torch_save)
+            plan = self._agree_on(self._planner.plan(flat), flat, values)
+            place = self._writer.geometry(plan, values)
+            self._store.prepare(place.file_length_bytes, self.config.slots_per_rank)
+
+    # --- load -----------------------------------------------------------------------------------------------
+
+    def load(
+        self,
+        state_dict: MutableMapping[Any, Any],
+        step: int | None = None,
+        *,
+        keys: Sequence[str] | None = None,
+        strict: bool = True,
+        cast: bool = False,
+        allow_fresh: bool = False,
+    ) -> LoadResult | None:
+        """Fills the state dict, in place, from the newest usable generation (or that of `step`). Collective.
+
+        None means that the job has never saved anything. Where something exists but nothing is usable it raises
+        UnusableError with the reason for each generation, unless `allow_fresh`. `keys` restricts the load to keys
+        with these prefixes; `strict=False` lets keys be missing on either side; `cast` converts dtypes.
+        """
+        with self._alone("load"):
+            if self._settings.disabled:
+                return None
+            began = time.perf_counter()
+            self._renew_launch()
+            recovery = Recovery(self._store, self._group, self._topology, self._settings.job)
+            inventory = recovery.take_inventory()
+            inventoried = time.perf_counter()
+            choice = recovery.candidates(inventory, step)
+            request = Request(
+                step=step,
+                keys=None if keys is None else tuple(keys),
+                strict=strict,
+                cast=cast,
+                verify=self.config.verify,
+                threads=self._threads,
+            )
+            try:
+                result = recovery.load(choice, state_dict, request)
+            except UnusableError:
+                if not allow_fresh:
+                    raise
+                log.warning("nothing usable in memory; allow_fresh: starting anew")
+                result = None
+            if result is None and inventory.quarantined and not allow_fresh:
+                raise UnusableError(
+                    f"job {self._settings.job!r}: nothing but {inventory.quarantined} quarantined shards exist"
+                )
+            self._put_fence(result.step if result else -1)
+            if result is None:
+                return None
+            timings = dataclasses.replace(result.timings, inventory=inventoried - began)
+            log.info("loaded %s from %s in %.3f s", result.generation, result.source, timings.total)
+            return dataclasses.replace(result, timings=timings)
+
+    def start_fresh(self) -> None:
+        """Declares everything that earlier launches saved dead. Collective. Their memory is reused by later saves."""
+        with self._alone("start_fresh"):
+            if not self._settings.disabled:
+                self._renew_launch()
+                self._put_fence(-1)
+
+    # --- for flashckpt.dcp ----------------------------------------------------------------------------------
+
+    def origin(self) -> DcpOrigin:
+        """What a process that DCP spawns needs to write in this one's name."""
+        self._check_enabled()
+        return DcpOrigin(self._settings, self._writer.launch, self._topology)
+
+    def write_for_dcp(self, step: int, rank: int, world: int, plan: SavePlan, flat: Flat, values: bytes) -> Generation:
+        """Writes what DCP planned; raises where it can't. Local: DCP has agreed with the other ranks already."""
+        with self._alone("write_data"):
+            self._check_step(step)
+            self._anchor(step)
+            generation = self._next_generation(step)
+            try:
+                self._writer.write(ShardId(generation, rank, world), plan, flat, values)
+            except BaseException:
+                self._writer.void(generation)
+                raise
+            self._counts[Outcome.OK.value] += 1
+            return generation
+
+    def loaded_by_dcp(self, generation: Generation, launch: Launch | None) -> None:
+        """DCP filled the tensors; `launch` is the one that all ranks agreed to go on with, None if only some load."""
+        if launch is not None:
+            self._writer.launch = launch
+            self._seq, self._last_step, self._anchored = 0, None, True
+            if self._topology.is_leader:
+                self._store.write_fence(Fence(step=generation.step, epoch=launch.epoch, nonce=launch.nonce))
+
+    # --- the rest -------------------------------------------------------------------------------------------
+
+    def status(self) -> CheckpointerStatus:
+        self._check_enabled()
+        _, verdicts = self._writer.verdicts()
+        listed = sorted(verdicts.items(), key=lambda item: (item[0].step, item[0].epoch, item[0].seq), reverse=True)
+        complete = [g.step for g, v in listed if v.state is State.COMPLETE]
+        return CheckpointerStatus(
+            job=self._settings.job,
+            step=complete[0] if complete else None,
+            generations=tuple((g, v.state.value, v.reason) for g, v in listed),
+            saves=dict(self._counts),
+            last_problem=self._last_problem,
+            store=self._store.status(),
+        )
+
+    def close(self) -> None:
+        """Ends the use of the store; what is sealed stays. May be called twice."""
+        if self._closed:
+            return
+        self._closed = True
+        if not self._settings.disabled:
+            self._writer.close()
+            self._store.close()
+            self._group.close()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def job(self) -> str:
+        return self._settings.job
+
+    @property
+    def store(self) -> SlotStore:
+        self._check_enabled()
+        return self._store
+
+    @property
+    def topology(self) -> Topology:
+        self._check_enabled()
+        return self._topology
+
+    @property
+    def threads(self) -> int:
+        return self._threads
+
+    def _check_enabled(self) -> None:
+        self._check_open()
+        if self._settings.disabled:
+            raise ClosedError("disabled by FLASHCKPT_DISABLE", hint="unset FLASHCKPT_DISABLE")
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("this Checkpointer was closed")
+
+    @contextlib.contextmanager
+    def _alone(self, doing: str) -> Iterator[None]:
+        self._check_open()
+        if not self._exclusive.acquire(blocking=False):
+            raise ConflictError(f"{doing}() called while another call is under way", hint="call from one thread")
+        try:
+            yield
+        finally:
+            self._exclusive.release()
+
+    def _check_step(self, step: int) -> None:
+        if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 1 << 62:
+            raise ConfigError(f"step: expected an integer from 0 on, found {step!r}")
+        if self._last_step is not None and step < self._last_step:
+            raise ConfigError(
+                f"step {step} after step {self._last_step}: steps must not go down within a launch",
+                hint="call load(step=…) to go back; it starts a new launch",
+            )
+
+    def _next_generation(self, step: int) -> Generation:
+        self._seq += 1
+        self._last_step = step
+        return Generation(self._writer.launch.epoch, self._writer.launch.nonce, step, self._seq)
+
+    def _anchor(self, step: int) -> None:
+        """Refuses to start a second history beside one that is whole and newer."""
+        if self._anchored:
+            return
+        _, verdicts = self._writer.verdicts()
+        for generation, verdict in verdicts.items():
+            older = generation.epoch < self._writer.launch.epoch
+            if verdict.state is State.COMPLETE and older and generation.step >= step:
+                raise AmbiguousHistoryError(
+                    f"job {self._settings.job!r}: asked to save step {step}, but an earlier launch left {generation} "
+                    "and this one did not load it",
+                    hint="call load() first; or start_fresh() to abandon what is there; or use another job name",
+                    step=step,
+                )
+        self._anchored = True
+
+    def _agree_on(self, plan: SavePlan, flat: Flat, values: bytes) -> SavePlan:
+        """First time: all ranks compare what they share and whether it fits. Collective once, then local."""
+        if self._agreed:
+            self._stop_sharing_if_split()
+            return self._planner.plan(flat) if plan.tag and not self._planner.dedup else plan
+        for _ in range(2):
+            need = self._writer.geometry(plan, values).file_length_bytes * self.config.slots_per_rank
+            answers = [
+                _AGREEMENT.unpack(one)
+                for one in self._group.gather(_AGREEMENT.pack(plan.tag, need), "comparing save plans")
+            ]
+            if len({tag for tag, _ in answers}) == 1:
+                break
+            log.warning("plain tensors differ between the ranks of this node: each rank stores all of its own")
+            self._planner.dedup = False
+            plan = self._planner.plan(flat)
+        self._agreed = True
+        self._store.check_budget(sum(answers[rank][1] for rank in self._topology.node_ranks))
+        return plan
+
+    def _stop_sharing_if_split(self) -> None:
+        """A generation of this launch is dead only if ranks relied on tensors that others did not have."""
+        if not self._planner.dedup or len(self._topology.node_ranks) == 1:
+            return
+        _, verdicts = self._writer.verdicts()
+        if any(v.state is State.DISAGREES and g.nonce == self._writer.launch.nonce for g, v in verdicts.items()):
+            log.warning("plain tensors no longer agree between ranks: from now on each rank stores all of its own")
+            self._planner.dedup = False
+
+    def _renew_launch(self) -> None:
+        """A load after a save begins a new launch, so that the fence can bury what was saved in between."""
+        if self._seq:
+            self._writer.launch = agree_launch(self._group, self._store.highest_epoch())
+            self._seq, self._last_step = 0, None
+
+    def _put_fence(self, step: int) -> None:
+        if self._topology.is_leader:
+            launch = self._writer.launch
+            self._store.write_fence(Fence(step=step, epoch=launch.epoch, nonce=launch.nonce))
+        self._anchored = True
+        self._group.vote("", "putting up the fence")
+
+    def _save_failed(self, handle: SaveHandle, error: FlashError | OSError) -> SaveHandle:
+        if handle.generation is not None:
+            self._writer.void(handle.generation)
+        if isinstance(error, FlashError) and not isinstance(error, (OSError, BusyError)):
+            expected = error.code.startswith(("FC-JOB", "FC-DIR", "FC-MEM"))
+            if not expected:
+                raise error
+        outcome = Outcome.SKIPPED if isinstance(error, BusyError) else Outcome.FAILED
+        log.warning("step %d not saved (%s): %s", handle.step, outcome.value, error)
+        self._ended(handle, outcome, str(error), error)
+        if self.config.on_save_error == "raise":
+            raise error
+        return handle
+
+    def _not_saved(self, step: int, outcome: Outcome, reason: str) -> SaveHandle:
+        return self._ended(SaveHandle(step, None, Level.SEALED), outcome, reason)
+
+    def _ended(self, handle: SaveHandle, outcome: Outcome, reason: str, error: Exception | None = None) -> SaveHandle:
+        self._counts[outcome.value] += 1
+        if reason:
+            self._last_problem = reason
+        handle.finish(outcome, reason, error)
+        return handle
+
+
+def default_threads(ranks_on_node: int) -> int:
+    """The cores this process may use, shared by the ranks of the node."""
+    return max(1, min(8, len(os.sched_getaffinity(0)) // ranks_on_node))

@@ -1,0 +1,162 @@
+"""The one configuration object. Argument beats environment beats default, except FLASHCKPT_DISABLE."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import socket
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal
+
+from flashckpt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+DEFAULT_MEMORY_DIR = "/dev/shm/flashckpt"
+
+# field -> environment variable; every field not listed here has no variable.
+ENVIRONMENT = {
+    "job": "FLASHCKPT_JOB",
+    "memory_dir": "FLASHCKPT_MEMORY_DIR",
+    "node_id": "FLASHCKPT_NODE_ID",
+}
+
+# Ids that stay the same when the launcher restarts the job, best first.
+_STICKY_LAUNCHER_IDS = ("SLURM_ARRAY_JOB_ID", "SLURM_JOB_ID", "LSB_JOBID", "PBS_JOBID", "TORCHELASTIC_RUN_ID")
+_UUID = re.compile(r"[0-9a-f]{8}-?([0-9a-f]{4}-?){3}[0-9a-f]{12}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    """What to keep, where, and how often."""
+
+    job: str | None = None
+    """Sticky name of the run. Default: FLASHCKPT_JOB, a sticky launcher id, or a hash of persist_dir."""
+
+    memory_dir: str | None = None
+    """Directory on a tmpfs. Default: FLASHCKPT_MEMORY_DIR, else /dev/shm/flashckpt."""
+
+    persist_dir: str | None = None
+    """Where the slow flush goes: a path or fsspec URL; None keeps checkpoints in memory only."""
+
+    interval: int = 1
+    """Steps between saves that a manager makes by itself."""
+
+    persist_interval: int | None = None
+    """Steps between flushes to persist_dir."""
+
+    persist_interval_minutes: float | None = None
+    """Minutes between flushes to persist_dir, instead of persist_interval."""
+
+    replicas: int = 1
+    """Copies of each shard on other nodes."""
+
+    node_id: str | None = None
+    """Name of this machine. Default: FLASHCKPT_NODE_ID, else the host name."""
+
+    memory_budget_bytes: int | None = None
+    """Most bytes that this job's slots may take on this node; None: what tmpfs and cgroup allow."""
+
+    slots_per_rank: int = 2
+    """Slots a rank writes into in turn. Two: one generation stays whole while the next is written."""
+
+    threads: int | None = None
+    """Threads that copy and verify. Default: the usable cores shared by the ranks of this node, at most 8."""
+
+    verify: bool = True
+    """Check every chunk's CRC32C while loading."""
+
+    on_busy: Literal["wait", "skip"] = "wait"
+    """When the previous generation is not sealed on every rank yet: wait (up to save_timeout) or skip."""
+
+    on_save_error: Literal["log", "raise"] = "log"
+    """Whether a save that fails for lack of memory or the like only logs, or also raises."""
+
+    save_timeout: float = 60.0
+    """Seconds a save may wait for other ranks."""
+
+    start_timeout: float = 300.0
+    """Seconds that start, load and the first save may wait for other ranks."""
+
+    allow_torch_save: bool = False
+    """Store values of other types as `torch.save` blobs, which load with weights_only=True."""
+
+    def __post_init__(self) -> None:
+        for name, minimum in (("interval", 1), ("replicas", 0), ("slots_per_rank", 2)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+                raise ConfigError(f"{name}: expected an integer of at least {minimum}, found {value!r}")
+        for name in ("persist_interval", "threads", "memory_budget_bytes"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ConfigError(f"{name}: expected a positive integer or None, found {value!r}")
+        for name in ("save_timeout", "start_timeout"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name}: expected seconds above 0, found {getattr(self, name)!r}")
+        for name, allowed in (("on_busy", ("wait", "skip")), ("on_save_error", ("log", "raise"))):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name}: expected one of {allowed}, found {getattr(self, name)!r}")
+        if self.persist_interval is not None and self.persist_interval_minutes is not None:
+            raise ConfigError(
+                "persist_interval and persist_interval_minutes: expected one of them, found both",
+                hint="keep the one that fits how your job counts",
+            )
+        if self.job is not None and not 1 <= len(self.job.encode()) <= 256:
+            raise ConfigError(f"job: expected 1 to 256 bytes, found {len(self.job.encode())}")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> CheckpointConfig:
+        known = {field.name for field in fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise ConfigError(f"unknown setting {unknown[0]!r}", hint=f"known settings: {', '.join(sorted(known))}")
+        return cls(**values)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """A configuration with every default filled in from one environment."""
+
+    config: CheckpointConfig
+    job: str
+    memory_dir: str
+    node_id: str
+    disabled: bool
+
+
+def resolve(config: CheckpointConfig, environ: Mapping[str, str] = os.environ) -> Settings:
+    """Fills in what the environment decides. Raises ConfigError where nothing names the job."""
+
+    def given(field: str) -> str | None:
+        value = getattr(config, field)
+        return value if value is not None else environ.get(ENVIRONMENT[field]) or None
+
+    disabled = environ.get("FLASHCKPT_DISABLE", "") not in ("", "0")
+    job = given("job") or _launcher_job(environ)
+    if job is None and config.persist_dir is not None:
+        job = "dir-" + hashlib.blake2b(config.persist_dir.encode(), digest_size=8).hexdigest()
+    if job is None:
+        if not disabled:
+            raise ConfigError(
+                "no job name: expected CheckpointConfig(job=…), FLASHCKPT_JOB, a sticky launcher id or persist_dir",
+                hint="give the run a name that stays the same when it is restarted, e.g. FLASHCKPT_JOB=run1",
+            )
+        job = "disabled"
+    return Settings(
+        config=config,
+        job=job,
+        memory_dir=given("memory_dir") or DEFAULT_MEMORY_DIR,
+        node_id=given("node_id") or socket.gethostname(),
+        disabled=disabled,
+    )
+
+
+def _launcher_job(environ: Mapping[str, str]) -> str | None:
+    for name in _STICKY_LAUNCHER_IDS:
+        value = environ.get(name, "")
+        # torchrun's run id is "none" by default and a fresh uuid with --standalone: not sticky.
+        if value and value != "none" and not _UUID.fullmatch(value):
+            return f"{name.lower().split('_')[0]}-{value}"
+    return None

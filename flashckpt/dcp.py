@@ -1,0 +1,389 @@
+"""FlashWriter and FlashReader: plain `torch.distributed.checkpoint` on top of flashckpt's memory.
+
+DCP plans, flashckpt stores: what one API saved the other loads, because both write the same shards.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, WriteItemType
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from flashckpt.checkpointer import DcpOrigin, default_threads
+from flashckpt.errors import ConfigError, CorruptShardError, FlashError, IncompatibleError, InternalError
+from flashckpt.format.layout import encode_layout, fingerprint
+from flashckpt.launch import next_launch
+from flashckpt.load.attempt import Attempt
+from flashckpt.load.plan import Transfer, Want
+from flashckpt.load.read import Target, read
+from flashckpt.load.recover import find_candidates
+from flashckpt.save.plan import SavePlan, Source, aligned
+from flashckpt.save.values import pack
+from flashckpt.save.write import ShardWriter
+from flashckpt.state.flatten import Flat
+from flashckpt.store.slots import SlotStore
+from flashckpt.types import Box, Generation, Layout, ShardId, TensorEntry
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlanner, WriteItem
+    from torch.distributed.checkpoint.planner import SavePlan as DcpSavePlan
+
+    from flashckpt.checkpointer import Checkpointer
+    from flashckpt.load.cover import Piece
+
+log = logging.getLogger(__name__)
+
+# Attempts made by a process of DCP's own (async_save with a process) count from here, so that they never meet
+# those of the trainer, which it can't see.
+_FOREIGN_SEQ = 1 << 32
+
+
+class _Foreign:
+    """The store as seen from a process that DCP spawned; lives as long as that process."""
+
+    def __init__(self, origin: DcpOrigin) -> None:
+        config = origin.settings.config
+        store = SlotStore.open(origin.settings.memory_dir, origin.settings.job, budget_bytes=config.memory_budget_bytes)
+        threads = config.threads or default_threads(len(origin.topology.node_ranks))
+        self.writer = ShardWriter(store, origin.settings.job, origin.launch, config, threads)
+        self.seq = _FOREIGN_SEQ
+
+    def next_generation(self, step: int) -> Generation:
+        self.seq += 1
+        return Generation(self.writer.launch.epoch, self.writer.launch.nonce, step, self.seq)
+
+
+_foreign: dict[DcpOrigin, _Foreign] = {}
+
+
+class FlashWriter(StorageWriter):
+    """Storage writer for `dcp.save` and `dcp.async_save` (thread and process).
+
+    The step is `step=`, else the number at the end of `checkpoint_id` ("step-10", "run/checkpoint-10").
+    """
+
+    def __init__(self, checkpointer: Checkpointer, step: int | None = None) -> None:
+        self._checkpointer: Checkpointer | None = checkpointer
+        self._origin = checkpointer.origin()
+        self._given_step = step
+        self._checkpoint_id: str | None = None
+        self._rank = 0
+        self._world: int | None = None
+        self.generation: Generation | None = None
+
+    # A copy that travels to another process leaves mappings and sockets behind and finds its own there.
+    def __getstate__(self) -> dict[str, Any]:
+        origin = self._checkpointer.origin() if self._checkpointer is not None else self._origin
+        return {**self.__dict__, "_checkpointer": None, "_origin": origin}
+
+    @property
+    def checkpoint_id(self) -> str | None:
+        return self._checkpoint_id
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        self._checkpoint_id = None if checkpoint_id is None else os.fspath(checkpoint_id)
+        self._world = None
+        self.generation = None
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        rank = kwargs.get("rank", self._origin.topology.rank)
+        self._rank = rank
+        if not is_coordinator or not kwargs.get("use_collectives", True):
+            self._world = self._origin.topology.world
+
+    def prepare_local_plan(self, plan: DcpSavePlan) -> DcpSavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[DcpSavePlan]) -> list[DcpSavePlan]:
+        # The coordinator alone sees how many ranks take part: one with no_dist, else all.
+        if self._world is None:
+            self._world = len(plans)
+        return plans
+
+    def write_data(self, plan: DcpSavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Writes and seals this rank's shard. Errors reach DCP, which tells all ranks."""
+        step, world = self._step(), self._world
+        if world is None:
+            raise InternalError("write_data before the global plan")
+        tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
+        flat, ours = _plan_tensors(tensors, planner)
+        for item in plan.items:
+            if item.type == WriteItemType.BYTE_IO:
+                flat.values[item.index.fqn] = _value(item, planner)
+        paths = getattr(planner, "mappings", {})
+        flat.paths.update({fqn: paths[fqn] for fqn in flat.values if fqn in paths})
+        values = pack(flat, None, self._origin.settings.config.allow_torch_save)
+        if self._checkpointer is not None:
+            self.generation = self._checkpointer.write_for_dcp(step, self._rank, world, ours, flat, values)
+        else:
+            foreign = _foreign.get(self._origin) or _foreign.setdefault(self._origin, _Foreign(self._origin))
+            self.generation = foreign.next_generation(step)
+            foreign.writer.write(ShardId(self.generation, self._rank, world), ours, flat, values)
+        sizes = {id(item): source.length_bytes for item, source in zip(tensors, ours.sources, strict=True)}
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([WriteResult(item.index, sizes.get(id(item), 0), None) for item in plan.items])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        # Nothing to write: the shards describe themselves, and all of them are sealed by now.
+        log.info("%s: saved through DCP by %d ranks", self.generation, len(results))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return _step_of(os.fspath(checkpoint_id)) is not None
+
+    def _step(self) -> int:
+        if self._given_step is not None:
+            return self._given_step
+        step = _step_of(self._checkpoint_id or "")
+        if step is None:
+            raise ConfigError(
+                f"checkpoint_id: expected a name that ends in the step, as in 'step-10', found {self._checkpoint_id!r}",
+                hint="or pass FlashWriter(checkpointer, step=10)",
+            )
+        return step
+
+
+def _step_of(checkpoint_id: str) -> int | None:
+    match = re.search(r"(\d+)/*$", checkpoint_id)
+    return int(match.group(1)) if match else None
+
+
+def _plan_tensors(items: list[WriteItem], planner: SavePlanner) -> tuple[Flat, SavePlan]:
+    """DCP's write items as a save plan: one entry and one whole source each."""
+    paths = getattr(planner, "mappings", {})
+    flat = Flat()
+    entries, sources = [], []
+    offset = 0
+    for number, item in enumerate(items):
+        tensor, data = planner.resolve_data(item), item.tensor_data
+        if data is None or not isinstance(tensor, torch.Tensor):
+            raise InternalError(f"key {item.index.fqn!r}: a tensor item without a tensor")
+        tensor = tensor.detach()
+        flat.tensors[str(number)] = tensor
+        box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+        length = box.volume * tensor.itemsize
+        offset = aligned(offset)
+        sources.append(Source(number, 0, True, (0,) * len(box.sizes), box.sizes, offset, length))
+        entries.append(
+            TensorEntry(
+                fqn=item.index.fqn,
+                path=tuple(paths.get(item.index.fqn) or item.index.fqn.split(".")),
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                global_shape=tuple(data.size),
+                box=box,
+                offset_bytes=offset,
+                length_bytes=length,
+            )
+        )
+        offset += length
+    layout = Layout(tuple(entries))
+    layout_bytes = encode_layout(layout)
+    plan = SavePlan([], [], tuple(sources), layout, layout_bytes, fingerprint(layout_bytes), aligned(offset), tag=0)
+    return flat, plan
+
+
+def _value(item: WriteItem, planner: SavePlanner) -> Any:
+    """The object itself where the planner lets us have it: then no pickle reaches the memory format."""
+    if (
+        isinstance(planner, DefaultSavePlanner)
+        and type(planner).transform_object is DefaultSavePlanner.transform_object
+    ):
+        return planner.lookup_object(item.index)
+    data = planner.resolve_data(item)
+    if not isinstance(data, io.BytesIO):
+        raise ConfigError(f"key {item.index.fqn!r}: expected the planner to give bytes, found {type(data).__name__}")
+    return _PlannerBytes.wrap(data.getvalue())
+
+
+class _PlannerBytes:
+    """Bytes that a planner of the user's made and will parse again; kept apart from a saved `bytes` value."""
+
+    MARK = "\x1fplanner bytes"
+
+    @classmethod
+    def wrap(cls, data: bytes) -> dict[str, bytes]:
+        return {cls.MARK: data}
+
+    @classmethod
+    def to_stream(cls, value: Any) -> io.BytesIO:
+        """What `planner.load_bytes` gets: the planner's own bytes, or the value as DCP would have saved it."""
+        if isinstance(value, dict) and list(value) == [cls.MARK]:
+            return io.BytesIO(value[cls.MARK])
+        stream = io.BytesIO()
+        torch.save(value, stream)
+        stream.seek(0)
+        return stream
+
+
+class FlashReader(StorageReader):
+    """Storage reader for `dcp.load`: the newest usable generation, or that of `step`."""
+
+    def __init__(self, checkpointer: Checkpointer, step: int | None = None) -> None:
+        self._checkpointer = checkpointer
+        self._given_step = step
+        self._step = step
+        self._checkpoint_id: str | None = None
+        self._attempt: Attempt | None = None
+        self._rank = 0
+
+    @property
+    def checkpoint_id(self) -> str | None:
+        return self._checkpoint_id
+
+    @property
+    def generation(self) -> Generation | None:
+        """What the last `dcp.load` read."""
+        return self._attempt.generation if self._attempt is not None else None
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        self._checkpoint_id = None if checkpoint_id is None else os.fspath(checkpoint_id)
+        self._step = self._given_step
+        if self._step is None and self._checkpoint_id is not None:
+            self._step = _step_of(self._checkpoint_id)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Chooses a generation from this node's memory and describes it in DCP's words.
+
+        Ranks choose by themselves, from the same directory; the coordinator then refuses to go on if they differ.
+        """
+        self._close()
+        checkpointer = self._checkpointer
+        problems = []
+        for generation, sealed in find_candidates(checkpointer.store, checkpointer.job, self._step):
+            attempt = Attempt(checkpointer.store, sealed, checkpointer.job)
+            try:
+                attempt.open()
+                metadata = _metadata(attempt, checkpointer.topology.rank)
+            except FlashError as error:
+                attempt.close()
+                problems.append(f"{generation}: {error.message}")
+                continue
+            self._attempt = attempt
+            return metadata
+        raise IncompatibleError(
+            f"job {checkpointer.job!r}: no usable generation"
+            + (f" of step {self._step}" if self._step is not None else "")
+            + "".join(f"\n  - {problem}" for problem in problems)
+        )
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._rank = kwargs.get("rank", self._checkpointer.topology.rank)
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return replace(plan, storage_data=tuple(self._opened().generation))
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        chosen = {tuple(plan.storage_data) for plan in plans}
+        if len(chosen) > 1:
+            raise IncompatibleError(
+                f"ranks chose different generations: {sorted(map(str, (Generation(*one) for one in chosen)))}",
+                hint="a save was under way; load again, or name the step",
+            )
+        launch = None
+        if len(plans) == self._checkpointer.topology.world:
+            # All ranks load: what they save from now on follows this generation.
+            launch = next_launch(self._checkpointer.store.highest_epoch())
+        return [replace(plan, storage_data=launch) for plan in plans]
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        attempt, checkpointer = self._opened(), self._checkpointer
+        stored = {
+            (key[0], piece.entry.box.offsets): piece for key, pieces in attempt.stored.items() for piece in pieces
+        }
+        targets: list[Target] = []
+        transfers: list[Transfer] = []
+        tensors = [item for item in plan.items if item.type == LoadItemType.TENSOR]
+        try:
+            for item in plan.items:
+                if item.type == LoadItemType.BYTE_IO:
+                    _, value = attempt.value(item.storage_index.fqn, self._rank, checkpointer.config.verify)
+                    planner.load_bytes(item, _PlannerBytes.to_stream(value))
+            resolved = [planner.resolve_tensor(item) for item in tensors]
+            for item, tensor in zip(tensors, resolved, strict=True):
+                transfer, target = _transfer(item, tensor, stored, len(targets))
+                transfers.append(transfer)
+                targets.append(target)
+            read(
+                transfers,
+                attempt.shards,
+                targets.__getitem__,
+                threads=checkpointer.threads,
+                verify=checkpointer.config.verify,
+            )
+        except CorruptShardError as error:
+            attempt.quarantine(error.shard_index, error.message)
+            raise
+        for item, tensor in zip(tensors, resolved, strict=True):
+            planner.commit_tensor(item, tensor)
+        checkpointer.loaded_by_dcp(attempt.generation, plan.storage_data)
+        attempt.close()
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+    def _opened(self) -> Attempt:
+        if self._attempt is None:
+            raise InternalError("the reader was used before read_metadata")
+        return self._attempt
+
+    def _close(self) -> None:
+        if self._attempt is not None:
+            self._attempt.close()
+            self._attempt = None
+
+
+def _metadata(attempt: Attempt, rank: int) -> Metadata:
+    described: dict[str, Any] = {}
+    paths: dict[str, tuple[str | int, ...]] = {}
+    for (fqn, owner), pieces in attempt.stored.items():
+        if owner not in (None, rank):
+            continue
+        entry = pieces[0].entry
+        boxes = {piece.entry.box: None for piece in pieces}
+        described[fqn] = TensorStorageMetadata(
+            properties=TensorProperties(dtype=getattr(torch, entry.dtype)),
+            size=torch.Size(entry.global_shape),
+            chunks=[ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes],
+        )
+        paths[fqn] = entry.path
+    for number in range(len(attempt.shards)):
+        values = attempt.values(number, verify=True)
+        for fqn in values.values:
+            if number == rank or fqn not in values.per_rank:
+                described.setdefault(fqn, BytesStorageMetadata())
+                paths.setdefault(fqn, values.path(fqn))
+    storage = {MetadataIndex(fqn): None for fqn in described}
+    return Metadata(state_dict_metadata=described, planner_data=paths, storage_data=storage)
+
+
+def _transfer(
+    item: ReadItem, tensor: torch.Tensor, stored: dict[tuple[str, tuple[int, ...]], Piece], number: int
+) -> tuple[Transfer, Target]:
+    fqn, chunk = item.storage_index.fqn, tuple(item.storage_index.offset or ())
+    piece = stored[(fqn, chunk)]
+    overlap = Box(tuple(a + b for a, b in zip(chunk, item.storage_offsets, strict=True)), tuple(item.lengths))
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    want = Want(fqn, False, dtype, piece.entry.global_shape, overlap, number)
+    return Transfer(piece.shard, piece.entry, want, overlap), Target(tensor.detach(), overlap)

@@ -1,0 +1,90 @@
+"""The private gloo group: start, first save and load talk over it. Never the user's groups, never a thread."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from flashckpt.errors import DeadlineError, IncompatibleError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+T = TypeVar("T")
+
+
+class PrivateGroup:
+    """All ranks of one Checkpointer. With one process it is only itself and no torch.distributed is needed."""
+
+    def __init__(self, process_group: dist.ProcessGroup | None, timeout: float) -> None:
+        self._timeout = timeout
+        self._group: dist.ProcessGroup | None = None
+        self.rank, self.world = 0, 1
+        self.global_ranks: tuple[int, ...] = (0,)
+        if not (dist.is_available() and dist.is_initialized()):
+            if process_group is not None:
+                raise IncompatibleError("process_group given, but torch.distributed is not initialised")
+            return
+        self.rank = dist.get_rank(process_group)
+        self.world = dist.get_world_size(process_group)
+        if self.rank < 0:
+            raise IncompatibleError(
+                "this process is not a member of process_group",
+                hint="make the Checkpointer on its members only",
+            )
+        self.global_ranks = tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
+        if self.world > 1:
+            self._group = self._checked(
+                "making the private group",
+                lambda: dist.new_group(
+                    list(self.global_ranks),
+                    timeout=timedelta(seconds=timeout),
+                    backend="gloo",
+                    # A sub-group is made by its members alone; the others need not know of us.
+                    use_local_synchronization=process_group is not None,
+                ),
+            )
+
+    def gather(self, payload: bytes, doing: str) -> list[bytes]:
+        """Every rank's payload, in rank order. Collective. `doing` names the wait in an error."""
+        if self._group is None:
+            return [payload]
+        size = torch.tensor([len(payload)], dtype=torch.int64)
+        sizes = [torch.empty(1, dtype=torch.int64) for _ in range(self.world)]
+        self._checked(doing, lambda: dist.all_gather(sizes, size, group=self._group))
+        longest = max(int(one) for one in sizes)
+        if longest == 0:
+            return [b""] * self.world
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        if payload:
+            padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        gathered = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world)]
+        self._checked(doing, lambda: dist.all_gather(gathered, padded, group=self._group))
+        return [one[: int(n)].numpy().tobytes() for one, n in zip(gathered, sizes, strict=True)]
+
+    def vote(self, problem: str, doing: str) -> dict[int, str]:
+        """Each rank's problem ("" = none); the answer holds the ranks that have one. Collective."""
+        answers = self.gather(problem.encode(), doing)
+        return {rank: text.decode(errors="replace") for rank, text in enumerate(answers) if text}
+
+    def close(self) -> None:
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = None
+
+    def _checked(self, doing: str, call: Callable[[], T]) -> T:
+        began = time.monotonic()
+        try:
+            return call()
+        except RuntimeError as error:
+            waited = time.monotonic() - began
+            raise DeadlineError(
+                f"{doing}: rank {self.rank} of {self.world} waited {waited:.1f} s (limit {self._timeout:.0f} s) "
+                f"for ranks {[r for r in range(self.world) if r != self.rank]}: {error}",
+                hint="all ranks have to make the same calls in the same order; look for a rank that died or lags",
+                rank=self.rank,
+            ) from error

@@ -1,0 +1,135 @@
+"""One attempt to load one generation: open its shards, prove coverage, plan, read."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from flashckpt.errors import CorruptShardError, FlashError
+from flashckpt.format.shard import read_header
+from flashckpt.load.cover import Index, index, uncovered
+from flashckpt.load.plan import Want
+from flashckpt.load.read import OpenShard, Target, read_range
+from flashckpt.save.plan import narrow
+from flashckpt.save.values import Values, unpack
+from flashckpt.state.regions import TensorSpec, describe, local_parts
+from flashckpt.types import Box, Generation
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from flashckpt.state.flatten import Flat
+    from flashckpt.store.slots import Sealed, SlotStore
+
+
+class UncoveredError(FlashError):
+    """The shards of a generation do not hold every element. Internal: leads to the next generation."""
+
+    code = "FC-LOAD-004"
+
+
+class Attempt:
+    """The shards of one complete generation, open and parsed. A context manager: closes descriptors."""
+
+    def __init__(self, store: SlotStore, sealed: Sequence[Sealed], job: str) -> None:
+        self._store = store
+        self._sealed = sorted(sealed, key=lambda one: one.shard.rank)
+        self._job = job
+        self.shards: list[OpenShard] = []
+        self.stored: Index = {}
+        self._values: dict[int, Values] = {}
+
+    def __enter__(self) -> Attempt:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for shard in self.shards:
+            os.close(shard.fd)
+        self.shards.clear()
+
+    @property
+    def generation(self) -> Generation:
+        return self._sealed[0].shard.generation
+
+    @property
+    def world(self) -> int:
+        return self._sealed[0].shard.world
+
+    def open(self) -> None:
+        """Opens every shard, checks its header against its name, and proves coverage by volume."""
+        for number, sealed in enumerate(self._sealed):
+            fd = self._store.open_shard(sealed)
+            try:
+                header = read_header(fd, expect=sealed.shard, job=self._job)
+            except FlashError as error:
+                os.close(fd)
+                error.fields["shard_index"] = number
+                raise
+            self.shards.append(OpenShard(fd, header))
+        self.stored = index([shard.header for shard in self.shards])
+        problems = uncovered(self.stored)
+        if problems:
+            raise UncoveredError(f"{self.generation}: {'; '.join(problems[:4])}")
+
+    def quarantine(self, number: int, reason: str) -> None:
+        self._store.quarantine(self._sealed[number], reason)
+
+    def values(self, number: int, verify: bool) -> Values:
+        """The non-tensor values that one rank saved."""
+        if number not in self._values:
+            shard = self.shards[number]
+            header = shard.header
+            blob = read_range(shard, number, header.values_offset_bytes, header.values_length_bytes, verify)
+            try:
+                self._values[number] = unpack(blob)
+            except CorruptShardError as error:
+                error.fields["shard_index"] = number
+                raise
+        return self._values[number]
+
+    def saved_keys(self, rank: int, verify: bool) -> set[str]:
+        """Every key that this rank could ask for."""
+        keys = {fqn for fqn, owner in self.stored if owner in (None, rank)}
+        for number in range(len(self.shards)):
+            saved = self.values(number, verify)
+            keys.update(fqn for fqn in saved.values if number == rank or fqn not in saved.per_rank)
+        return keys
+
+    def value(self, fqn: str, rank: int, verify: bool) -> tuple[bool, Any]:
+        """(found, value): what this rank saved under the key, else what the lowest rank that has it saved."""
+        order = [rank] if rank < len(self.shards) else []
+        order += [number for number in range(len(self.shards)) if number != rank]
+        for number in order:
+            saved = self.values(number, verify)
+            if fqn in saved.values and (number == rank or fqn not in saved.per_rank):
+                return True, saved.values[fqn]
+        return False, None
+
+
+class LiveTensors:
+    """This rank's tensors as things to fill."""
+
+    def __init__(self, flat: Flat) -> None:
+        self._targets: list[Target] = []
+        self.wants: list[Want] = []
+        for fqn, tensor in flat.tensors.items():
+            spec = describe(fqn, tensor)
+            parts = local_parts(fqn, tensor)
+            for region in spec.regions:
+                part = narrow(parts[region.part], region.local_offsets, region.box.sizes)
+                self._want(fqn, flat, spec, Target(part, region.box))
+            if 0 in spec.global_shape:
+                # Nothing to fill, but its shape and dtype are checked like any other's.
+                self._want(fqn, flat, spec, Target(parts[0], Box((0,) * len(spec.global_shape), spec.global_shape)))
+
+    def _want(self, fqn: str, flat: Flat, spec: TensorSpec, target: Target) -> None:
+        self.wants.append(
+            Want(fqn, fqn in flat.per_rank, spec.dtype, spec.global_shape, target.box, len(self._targets))
+        )
+        self._targets.append(target)
+
+    def target(self, number: int) -> Target:
+        return self._targets[number]

@@ -1,0 +1,76 @@
+"""Coverage: proof by volume that the shards of a generation hold every element of every tensor. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from flashckpt.types import Box, ShardHeader, TensorEntry
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One stored region and the shard that has it."""
+
+    shard: int  # index into the headers
+    entry: TensorEntry
+
+
+# (fqn, rank) → its stored regions; rank is None for what all ranks share.
+Index = dict[tuple[str, int | None], list[Piece]]
+
+
+def index(headers: Sequence[ShardHeader]) -> Index:
+    """Stored regions by name; a region that several shards have is listed once for each."""
+    stored: Index = {}
+    for i, header in enumerate(headers):
+        rank = header.shard.rank
+        for entry in header.layout.entries:
+            stored.setdefault((entry.fqn, rank if entry.per_rank else None), []).append(Piece(i, entry))
+    return stored
+
+
+def uncovered(stored: Index) -> list[str]:
+    """Tensors that can't be put together from their regions, each with the reason. Empty = usable."""
+    problems = []
+    for (fqn, rank), pieces in stored.items():
+        owner = f"key {fqn!r}" + (f" of rank {rank}" if rank is not None else "")
+        kinds = {(piece.entry.dtype, piece.entry.global_shape) for piece in pieces}
+        if len(kinds) > 1:
+            problems.append(f"{owner}: shards disagree on dtype and shape: {sorted(kinds)}")
+            continue
+        ((_, shape),) = kinds
+        problem = _cover_problem(shape, {piece.entry.box for piece in pieces})
+        if problem:
+            problems.append(f"{owner}: {problem}")
+    return problems
+
+
+def _cover_problem(shape: tuple[int, ...], boxes: set[Box]) -> str:
+    total = Box((0,) * len(shape), shape).volume
+    have = sum(box.volume for box in boxes)
+    if have != total:
+        return f"shards hold {have} of {total} elements"
+    # With the volumes equal, the boxes fill the tensor exactly if no two of them overlap.
+    clash = _overlap(boxes)
+    return f"regions {clash[0]} and {clash[1]} overlap" if clash else ""
+
+
+def _overlap(boxes: Iterable[Box]) -> tuple[Box, Box] | None:
+    """Two boxes that share an element. Sweeps along the first dimension, so a grid of n costs about n·√n."""
+    active: list[Box] = []
+    for box in sorted((b for b in boxes if b.volume), key=lambda b: b.offsets):
+        if not box.offsets:
+            if active:
+                return active[0], box
+            active.append(box)
+            continue
+        active = [other for other in active if other.offsets[0] + other.sizes[0] > box.offsets[0]]
+        for other in active:
+            if other.intersect(box) is not None:
+                return other, box
+        active.append(box)
+    return None

@@ -1,0 +1,165 @@
+"""Read: verified chunks of sealed shards into the live tensors, in place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from flashckpt import native
+from flashckpt.devices import as_bits, native_address
+from flashckpt.errors import CorruptShardError
+from flashckpt.failpoints import failpoint
+from flashckpt.format.dtypes import ITEMSIZE
+from flashckpt.load.plan import Int64s, Transfer, runs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from flashckpt.types import Box, ShardHeader
+
+# What can't be read straight into its tensor goes through host buffers of at most this size in total.
+BOUNCE_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A live local tensor and the box of the global tensor that it is."""
+
+    tensor: torch.Tensor
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class OpenShard:
+    """A sealed shard with its parsed header; the descriptor stays the owner's."""
+
+    fd: int
+    header: ShardHeader
+
+
+@dataclass(frozen=True, slots=True)
+class _Bounce:
+    buffer: torch.Tensor
+    transfer: Transfer
+
+
+def read(
+    transfers: Sequence[Transfer],
+    shards: Sequence[OpenShard],
+    targets: Callable[[int], Target],
+    *,
+    threads: int,
+    verify: bool,
+) -> None:
+    """Carries out the transfers. Bytes reach a tensor only once their chunk's checksum was found right.
+
+    Raises CorruptShardError (with `.shard_index`) where a chunk is bad; other chunks may be in place by then.
+    """
+    for batch in _batches(transfers, targets):
+        by_shard: dict[int, list[Int64s]] = {}
+        bounces: list[_Bounce] = []
+        for transfer in batch:
+            pieces = _pieces(transfer, targets(transfer.want.target), bounces)
+            by_shard.setdefault(transfer.shard, []).append(pieces)
+        for number, pieces_list in by_shard.items():
+            failpoint("mid_read")
+            _gather(shards[number], number, np.concatenate(pieces_list), threads, verify)
+        for bounce in bounces:
+            _land(bounce, targets(bounce.transfer.want.target))
+
+
+def read_range(shard: OpenShard, number: int, offset_bytes: int, length_bytes: int, verify: bool) -> bytearray:
+    """A byte range of the data area, verified."""
+    data = bytearray(length_bytes)
+    if length_bytes:
+        address = np.frombuffer(data, dtype=np.uint8).ctypes.data
+        _gather(shard, number, np.array([[offset_bytes, address, length_bytes]], dtype=np.int64), 1, verify)
+    return data
+
+
+def _batches(transfers: Sequence[Transfer], targets: Callable[[int], Target]) -> Iterator[list[Transfer]]:
+    """Groups transfers so that bounce buffers stay bounded; what needs none never starts a new group."""
+    batch: list[Transfer] = []
+    bounced = 0
+    for transfer in transfers:
+        size = transfer.overlap.volume * ITEMSIZE[transfer.entry.dtype]
+        if not _direct(transfer, targets(transfer.want.target)):
+            if bounced and bounced + size > BOUNCE_BYTES:
+                yield batch
+                batch, bounced = [], 0
+            bounced += size
+        batch.append(transfer)
+    if batch:
+        yield batch
+
+
+def _direct(transfer: Transfer, target: Target) -> bool:
+    return transfer.entry.dtype == transfer.want.dtype and native_address(target.tensor) is not None
+
+
+def _pieces(transfer: Transfer, target: Target, bounces: list[_Bounce]) -> Int64s:
+    itemsize = ITEMSIZE[transfer.entry.dtype]
+    if _direct(transfer, target):
+        base, inside = target.tensor.data_ptr(), target.box
+    else:
+        dtype = getattr(torch, transfer.entry.dtype)
+        buffer = torch.empty(transfer.overlap.sizes, dtype=dtype)
+        bounces.append(_Bounce(buffer, transfer))
+        base, inside = buffer.data_ptr(), transfer.overlap
+    sources, destinations, length = runs(transfer.overlap, transfer.entry.box, inside, itemsize)
+    pieces = np.empty((len(sources), 3), dtype=np.int64)
+    pieces[:, 0] = sources + transfer.entry.offset_bytes
+    pieces[:, 1] = destinations + base
+    pieces[:, 2] = length
+    return pieces
+
+
+def _land(bounce: _Bounce, target: Target) -> None:
+    """From the host buffer into a tensor of another device, stride or dtype."""
+    overlap = bounce.transfer.overlap
+    into = target.tensor.detach()
+    for dim, (at, base, size) in enumerate(zip(overlap.offsets, target.box.offsets, overlap.sizes, strict=True)):
+        into = into.narrow(dim, at - base, size)
+    if bounce.buffer.dtype == into.dtype and not (into.is_neg() or into.is_conj()):
+        as_bits(into).copy_(as_bits(bounce.buffer))
+    else:
+        into.copy_(bounce.buffer)
+
+
+def _gather(shard: OpenShard, number: int, pieces: Int64s, threads: int, verify: bool) -> None:
+    header = shard.header
+    bad = native.gather_read(
+        shard.fd,
+        header.data_offset_bytes,
+        header.data_length_bytes,
+        header.chunk_bytes,
+        header.chunk_crcs,
+        np.ascontiguousarray(pieces).data,
+        threads,
+        verify,
+    )
+    if bad:
+        raise corrupt(header, number, bad)
+
+
+def corrupt(header: ShardHeader, number: int, bad: Sequence[int]) -> CorruptShardError:
+    """Names the shard, the chunks and the keys that lie in them."""
+    size = header.chunk_bytes
+    keys = sorted(
+        {
+            entry.fqn
+            for entry in header.layout.entries
+            for chunk in bad[:64]
+            if entry.offset_bytes < (chunk + 1) * size and entry.offset_bytes + entry.length_bytes > chunk * size
+        }
+    )
+    return CorruptShardError(
+        f"{header.shard}: {len(bad)} of {-(-header.data_length_bytes // size)} chunks fail their crc32c or are cut "
+        f"off, first chunk {bad[0]} at byte {header.data_offset_bytes + bad[0] * size}; keys {keys[:8]}",
+        hint="the copy in memory is damaged; another generation or copy is used where there is one",
+        shard=header.shard,
+        shard_index=number,
+    )

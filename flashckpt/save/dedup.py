@@ -1,0 +1,55 @@
+"""Who stores what, when several ranks of a node hold the same bytes. Pure, and the same on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+# Below this a tensor goes to one rank whole; from here on it is cut into rows, one part for each holder, so that
+# one large embedding does not make one rank's save the slowest.
+SPLIT_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One region that `holders` all have."""
+
+    size_bytes: int
+    rows: int  # extent of dimension 0; 1 for a scalar
+    holders: tuple[int, ...]  # sorted, at least one
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The rows [start, stop) of a region that this rank stores."""
+
+    start: int
+    stop: int
+
+
+def share(candidates: Sequence[Candidate], rank: int) -> list[Share | None]:
+    """For each region the rows that `rank` stores, None where another holder stores it.
+
+    Every holder computes the same answer from its own list, without talking: regions are dealt out within each
+    set of holders by itself, in the order of the list, which all members of the set share.
+    """
+    load: dict[tuple[int, ...], list[int]] = {}
+    shares: list[Share | None] = []
+    for candidate in candidates:
+        holders = candidate.holders
+        if len(holders) == 1:
+            shares.append(Share(0, candidate.rows) if holders[0] == rank else None)
+            continue
+        loads = load.setdefault(holders, [0] * len(holders))
+        mine = holders.index(rank) if rank in holders else -1
+        if candidate.size_bytes >= SPLIT_BYTES and candidate.rows >= len(holders):
+            bounds = [candidate.rows * i // len(holders) for i in range(len(holders) + 1)]
+            shares.append(Share(bounds[mine], bounds[mine + 1]) if mine >= 0 else None)
+            continue
+        lightest = loads.index(min(loads))
+        loads[lightest] += candidate.size_bytes
+        shares.append(Share(0, candidate.rows) if lightest == mine else None)
+    return shares

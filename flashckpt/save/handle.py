@@ -1,0 +1,108 @@
+"""What a caller holds of a save: how far it got, how it ended, and futures to wait on."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from flashckpt.errors import ConfigError, DeadlineError
+from flashckpt.types import Generation, Level, Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class SaveTimings:
+    """Seconds of the training thread, by stage."""
+
+    plan: float = 0.0
+    claim: float = 0.0
+    copy: float = 0.0
+    seal: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.plan + self.claim + self.copy + self.seal
+
+
+class SaveHandle:
+    """One save. Levels only rise; the outcome is set once."""
+
+    def __init__(self, step: int, generation: Generation | None, highest: Level) -> None:
+        self.step = step
+        self.generation = generation
+        self.size_bytes = 0
+        self.timings = SaveTimings()
+        self.staging_completion: Future[None] = Future()
+        self.upload_completion: Future[None] = Future()
+        self.reason = ""
+        self._highest = highest  # the level this launch can bring a generation to
+        self._level = Level.NONE
+        self._outcome: Outcome | None = None
+        self._changed = threading.Condition()
+
+    @property
+    def level(self) -> Level:
+        return self._level
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """None while the save is under way."""
+        return self._outcome
+
+    def wait(self, level: str | Level = Level.SEALED, timeout: float | None = None) -> Outcome:
+        """Waits for `level` ("staged", "sealed", "replicated", "persisted") or for the save to end otherwise.
+
+        Returns how it ended; a failed or skipped save is an outcome here, not an exception. Raises
+        DeadlineError when `timeout` seconds pass, ConfigError for a level that this launch can't reach.
+        """
+        wanted = _level(level)
+        if wanted > self._highest and self._outcome in (None, Outcome.OK):
+            raise ConfigError(
+                f"level {wanted.name.lower()}: this launch brings generations to {self._highest.name.lower()} at most",
+                hint="replication needs other nodes, persistence needs persist_dir",
+            )
+        with self._changed:
+            ended = self._changed.wait_for(
+                lambda: self._level >= wanted or self._outcome not in (None, Outcome.OK), timeout
+            )
+        if not ended:
+            raise DeadlineError(
+                f"step {self.step}: expected level {wanted.name.lower()} within {timeout} s, "
+                f"found {self._level.name.lower()}",
+                step=self.step,
+            )
+        return self._outcome or Outcome.OK
+
+    def advance(self, level: Level) -> None:
+        with self._changed:
+            self._level = max(self._level, level)
+            self._changed.notify_all()
+        if level >= Level.STAGED and not self.staging_completion.done():
+            self.staging_completion.set_result(None)
+
+    def finish(self, outcome: Outcome, reason: str, error: Exception | None = None) -> None:
+        """Ends the save. The futures carry `error` where it failed."""
+        with self._changed:
+            self._outcome, self.reason = outcome, reason
+            self._changed.notify_all()
+        for future in (self.staging_completion, self.upload_completion):
+            if future.done():
+                continue
+            if error is None:
+                future.set_result(None)
+            else:
+                future.set_exception(error)
+
+    def __repr__(self) -> str:
+        outcome = self._outcome.value if self._outcome else "under way"
+        reason = f", {self.reason}" if self.reason else ""
+        return f"<SaveHandle step {self.step}: {self._level.name.lower()}, {outcome}{reason}>"
+
+
+def _level(level: str | Level) -> Level:
+    if isinstance(level, Level):
+        return level
+    try:
+        return Level[level.upper()]
+    except KeyError:
+        raise ConfigError(f"level: expected staged, sealed, replicated or persisted, found {level!r}") from None

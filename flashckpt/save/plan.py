@@ -1,0 +1,255 @@
+"""The save plan: which bytes of which tensor go where in the shard. Local, deterministic, cached by structure."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from flashckpt.errors import InternalError
+from flashckpt.format.dtypes import ITEMSIZE
+from flashckpt.format.layout import encode_layout, fingerprint
+from flashckpt.save.dedup import Candidate, share
+from flashckpt.state.regions import Region, TensorSpec, describe, local_parts, signature
+from flashckpt.types import Box, Layout, TensorEntry
+
+if TYPE_CHECKING:
+    from flashckpt.state.flatten import Flat
+    from flashckpt.topology import Topology
+
+ALIGN_BYTES = 64
+
+
+def aligned(offset_bytes: int) -> int:
+    return -(-offset_bytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where the bytes of one entry come from: a box of one local tensor."""
+
+    tensor: int  # index into the flat tensors
+    part: int
+    whole: bool  # the box is the whole local tensor
+    local_offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    offset_bytes: int
+    length_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SavePlan:
+    """What one structure of the state always leads to."""
+
+    signatures: list[Any]
+    aliases: list[int]
+    sources: tuple[Source, ...]
+    layout: Layout
+    layout_bytes: bytes
+    layout_fingerprint: bytes
+    tensor_bytes: int  # end of the last tensor in the data area; the packed values follow
+    tag: int  # names the set of tensors this plan leaves to other ranks of the node; 0: none
+
+
+class Planner:
+    """Keeps the plan of the last structure; an unchanged state costs one signature a tensor."""
+
+    def __init__(self, topology: Topology) -> None:
+        self._topology = topology
+        self._cached: SavePlan | None = None
+        self.dedup = True
+
+    def plan(self, flat: Flat) -> SavePlan:
+        tensors = list(flat.tensors.values())
+        signatures: list[Any] = [self.dedup, list(flat.tensors), flat.per_rank, flat.paths]
+        signatures += map(signature, tensors)
+        aliases = _aliases(tensors)
+        cached = self._cached
+        if cached is not None and cached.signatures == signatures and cached.aliases == aliases:
+            return cached
+        self._cached = make_plan(flat, self._topology, self.dedup, signatures, aliases)
+        return self._cached
+
+
+def make_plan(flat: Flat, topology: Topology, dedup: bool, signatures: list[Any], aliases: list[int]) -> SavePlan:
+    specs = [describe(fqn, tensor) for fqn, tensor in flat.tensors.items()]
+    per_rank = [fqn in flat.per_rank for fqn in flat.tensors]
+    # Tied tensors are one set of bytes; the later key becomes an entry with the same range.
+    originals = [i for i, alias in enumerate(aliases) if alias == i]
+    pairs = [(i, region) for i in originals for region in specs[i].regions]
+    candidates = [
+        Candidate(_region_bytes(specs[i], region), _rows(region), _holders(specs[i], per_rank[i], topology, dedup))
+        for i, region in pairs
+    ]
+    fqns = list(flat.tensors)
+    sources: list[Source] = []
+    placed: dict[int, list[tuple[Box, int, int]]] = {}
+    offset = 0
+    for (i, region), mine in zip(pairs, share(candidates, topology.rank), strict=True):
+        if mine is None:
+            continue
+        box, local_offsets = _cut(region, mine.start, mine.stop)
+        length = box.volume * ITEMSIZE[specs[i].dtype]
+        offset = aligned(offset)
+        sources.append(
+            Source(
+                tensor=i,
+                part=region.part,
+                whole=mine.stop - mine.start == _rows(region) and len(specs[i].regions) == _parts(specs[i]),
+                local_offsets=local_offsets,
+                sizes=box.sizes,
+                offset_bytes=offset,
+                length_bytes=length,
+            )
+        )
+        placed.setdefault(i, []).append((box, offset, length))
+        offset += length
+    _check_parts(flat, sources)
+    entries = [
+        TensorEntry(
+            fqn=fqns[i],
+            path=flat.path(fqns[i]),
+            dtype=specs[i].dtype,
+            global_shape=specs[i].global_shape,
+            box=box,
+            offset_bytes=start,
+            length_bytes=length,
+            per_rank=per_rank[i],
+        )
+        for i in range(len(fqns))
+        for box, start, length in placed.get(aliases[i], ())
+    ]
+    # A tensor without elements has no region, but its key and shape have to come back.
+    entries += [
+        TensorEntry(
+            fqn=fqns[i],
+            path=flat.path(fqns[i]),
+            dtype=spec.dtype,
+            global_shape=spec.global_shape,
+            box=Box((0,) * len(spec.global_shape), spec.global_shape),
+            offset_bytes=aligned(offset),
+            length_bytes=0,
+            per_rank=per_rank[i],
+        )
+        for i, spec in enumerate(specs)
+        if 0 in spec.global_shape
+    ]
+    entries.sort(key=lambda entry: entry.offset_bytes)
+    layout = Layout(tuple(entries))
+    layout_bytes = encode_layout(layout)
+    return SavePlan(
+        signatures=signatures,
+        aliases=aliases,
+        sources=tuple(sources),
+        layout=layout,
+        layout_bytes=layout_bytes,
+        layout_fingerprint=fingerprint(layout_bytes),
+        tensor_bytes=aligned(offset),
+        tag=_tag(fqns, specs, per_rank) if dedup and len(topology.node_ranks) > 1 else 0,
+    )
+
+
+def _check_parts(flat: Flat, sources: list[Source]) -> None:
+    # The fast path copies length_bytes from the local tensor's address: it has to be exactly that long.
+    leaves = list(flat.tensors.items())
+    for source in sources:
+        fqn, tensor = leaves[source.tensor]
+        shape = tuple(local_parts(fqn, tensor)[source.part].shape)
+        ends = tuple(a + n for a, n in zip(source.local_offsets, source.sizes, strict=True))
+        if len(shape) != len(ends) or (source.whole and shape != source.sizes) or any(map(int.__gt__, ends, shape)):
+            raise InternalError(f"key {fqn!r}: local tensor of shape {shape}, expected to hold {source.sizes}", key=fqn)
+
+
+def _holders(spec: TensorSpec, per_rank: bool, topology: Topology, dedup: bool) -> tuple[int, ...]:
+    """Ranks of this node that have the region; only this one where nobody else can be relied on."""
+    if per_rank or spec.holders == () or (spec.holders is None and not dedup):
+        return (topology.rank,)
+    if spec.holders is None:
+        return topology.node_ranks
+    return topology.on_node(spec.holders)
+
+
+def _rows(region: Region) -> int:
+    return region.box.sizes[0] if region.box.sizes else 1
+
+
+def _parts(spec: TensorSpec) -> int:
+    return len({region.part for region in spec.regions})
+
+
+def _region_bytes(spec: TensorSpec, region: Region) -> int:
+    return region.box.volume * ITEMSIZE[spec.dtype]
+
+
+def _cut(region: Region, start: int, stop: int) -> tuple[Box, tuple[int, ...]]:
+    box = region.box
+    if not box.sizes:
+        return box, region.local_offsets
+    return (
+        Box((box.offsets[0] + start, *box.offsets[1:]), (stop - start, *box.sizes[1:])),
+        (region.local_offsets[0] + start, *region.local_offsets[1:]),
+    )
+
+
+def _tag(fqns: list[str], specs: list[TensorSpec], per_rank: list[bool]) -> int:
+    """Names the set of plain tensors whose storage the ranks of a node divide among themselves.
+
+    Ranks of one generation must show the same tag, else somebody relied on a tensor that nobody stored.
+    """
+    digest = hashlib.blake2b(digest_size=4)
+    for fqn, spec, own in zip(fqns, specs, per_rank, strict=True):
+        if spec.holders is None and not own:
+            digest.update(f"{fqn}\0{spec.dtype}\0{spec.global_shape}\0".encode())
+    return int.from_bytes(digest.digest(), "little") or 1
+
+
+def _aliases(tensors: list[Any]) -> list[int]:
+    """For each tensor the index of the first one that is exactly the same memory; itself if there is none."""
+    first: dict[int, int] = {}
+    aliases = []
+    for i, tensor in enumerate(tensors):
+        local = _plain_local(tensor)
+        pointer = local.data_ptr() if local is not None else 0
+        alias = first.setdefault(pointer, i) if pointer else i
+        if alias != i and not _same(tensors[alias], tensor):
+            alias = i
+        aliases.append(alias)
+    return aliases
+
+
+def _plain_local(tensor: Any) -> torch.Tensor | None:
+    if isinstance(tensor, DTensor):
+        tensor = tensor._local_tensor
+    return tensor if type(tensor) in (torch.Tensor, torch.nn.Parameter) else None
+
+
+def _same(a: Any, b: Any) -> bool:
+    x, y = _plain_local(a), _plain_local(b)
+    return (
+        x is not None
+        and y is not None
+        and type(a) is type(b)
+        and signature(a) == signature(b)
+        and x.stride() == y.stride()
+        and x.device == y.device
+        and x.is_conj() == y.is_conj()
+        and x.is_neg() == y.is_neg()
+    )
+
+
+def local_source(fqn: str, tensor: Any, source: Source) -> torch.Tensor:
+    """The bytes of one entry as a tensor: a view of the user's memory, any stride, any device."""
+    part = local_parts(fqn, tensor)[source.part]
+    if source.whole:
+        return part
+    return narrow(part, source.local_offsets, source.sizes)
+
+
+def narrow(part: torch.Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
+    """A view of one box of a local tensor."""
+    for dim, (start, size) in enumerate(zip(offsets, sizes, strict=True)):
+        part = part.narrow(dim, start, size)
+    return part

@@ -1,0 +1,103 @@
+"""Which generations are whole, and which shards may go. Pure: names in, verdicts with reasons out."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping
+
+    from flashckpt.types import Fence, Generation, Launch, ShardId
+
+
+class State(enum.Enum):
+    COMPLETE = "complete"  # every rank's shard is sealed
+    PENDING = "pending"  # this launch is still writing it
+    DEAD = "dead"  # it can never become a candidate
+    DISAGREES = "disagrees"  # dead, because ranks relied on tensors that others did not store
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    state: State
+    reason: str
+
+
+def age_order(generation: Generation) -> tuple[int, int, int]:
+    """Newest last. Steps never go down within a launch, and fences bury what a rollback left above it."""
+    return (generation.step, generation.epoch, generation.seq)
+
+
+def judge(
+    tags: Mapping[ShardId, int],
+    launch: Launch | None,
+    fence: Fence | None,
+    voids: Collection[Generation] = (),
+) -> dict[Generation, Verdict]:
+    """The state of every generation, from the shards that lie sealed and the tags in their names.
+
+    `launch` is the one that asks: what it has begun may still be completed, unless a rank said that it gave up
+    (`voids`) or went on to a later one; what older launches left half done never will. None judges from
+    outside, when no trainer writes.
+    """
+    shards: dict[Generation, list[ShardId]] = {}
+    latest: dict[int, int] = {}  # rank of this launch → its newest attempt
+    for shard in tags:
+        generation = shard.generation
+        shards.setdefault(generation, []).append(shard)
+        if launch is not None and (generation.epoch, generation.nonce) == (launch.epoch, launch.nonce):
+            latest[shard.rank] = max(latest.get(shard.rank, 0), generation.seq)
+    return {
+        generation: _judge_one(generation, members, tags, latest, fence, voids)
+        if launch is not None and (generation.epoch, generation.nonce) == (launch.epoch, launch.nonce)
+        else _judge_one(generation, members, tags, None, fence, voids)
+        for generation, members in shards.items()
+    }
+
+
+def _judge_one(
+    generation: Generation,
+    members: list[ShardId],
+    tags: Mapping[ShardId, int],
+    latest: Mapping[int, int] | None,
+    fence: Fence | None,
+    voids: Collection[Generation],
+) -> Verdict:
+    if fence is not None and fence.kills(generation):
+        return Verdict(State.DEAD, f"fenced: step {fence.step} was loaded at epoch {fence.epoch}")
+    worlds = {shard.world for shard in members}
+    if len(worlds) > 1:
+        return Verdict(State.DEAD, f"its shards disagree on the world size: {sorted(worlds)}")
+    present = {shard.rank for shard in members}
+    missing = [rank for rank in range(worlds.pop()) if rank not in present]
+    if missing:
+        reason = f"no shard of ranks {_some(missing)}"
+        if latest is None or generation in voids:
+            return Verdict(State.DEAD, reason)
+        if any(latest.get(rank, 0) > generation.seq for rank in missing):
+            return Verdict(State.DEAD, f"{reason}, which went on to a later one")
+        return Verdict(State.PENDING, reason)
+    if len({tags[shard] for shard in members}) > 1:
+        return Verdict(State.DISAGREES, "ranks disagree on which plain tensors they share")
+    return Verdict(State.COMPLETE, "all ranks sealed")
+
+
+def releasable(verdicts: Mapping[Generation, Verdict]) -> set[Generation]:
+    """Generations whose shards may be recycled: dead ones, and those older than the newest complete one.
+
+    Invariant 1 for one node: the newest complete generation stays until a newer one is complete.
+    """
+    complete = [age_order(g) for g, verdict in verdicts.items() if verdict.state is State.COMPLETE]
+    # A pending one goes too once a newer one is complete: nobody needs it any more.
+    return {
+        generation
+        for generation, verdict in verdicts.items()
+        if verdict.state in (State.DEAD, State.DISAGREES) or (complete and age_order(generation) < max(complete))
+    }
+
+
+def _some(ranks: Iterable[int]) -> str:
+    listed = list(ranks)
+    return str(listed) if len(listed) <= 8 else f"{listed[:8]} and {len(listed) - 8} more"

@@ -1,0 +1,147 @@
+"""Nested state dict ↔ flat keys, named as DCP names them, so that either side can read the other's keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping, MutableSequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from flashckpt.errors import StructureError
+
+Path = tuple[str | int, ...]
+
+
+class PerRank:
+    """Marks a part of the state dict that every rank has its own version of.
+
+    A plain tensor under one key counts as the same on all ranks and is stored once a node. Wrap what
+    differs (`{"noise": PerRank({"generator": state})}`) and each rank gets back what it saved.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"PerRank({self.value!r})"
+
+
+@dataclass(slots=True)
+class Flat:
+    """The leaves of a state dict in the order of its traversal."""
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    paths: dict[str, Path] = field(default_factory=dict)  # only where it is not simply fqn.split(".")
+    per_rank: set[str] = field(default_factory=set)
+    statefuls: dict[str, Any] = field(default_factory=dict)  # the state dict each Stateful object gave
+
+    def path(self, fqn: str) -> Path:
+        return self.paths.get(fqn) or tuple(fqn.split("."))
+
+
+def flatten(state_dict: Mapping[Any, Any]) -> Flat:
+    """Flattens mappings, Stateful objects, and lists or tuples that hold tensors or mappings."""
+    flat = Flat()
+    for key, value in state_dict.items():
+        _walk(flat, str(key), (str(key),), value, False)
+    return flat
+
+
+def _walk(flat: Flat, fqn: str, path: Path, value: Any, per_rank: bool) -> None:
+    if isinstance(value, torch.Tensor):
+        if _is_wrapper(value):
+            for name in value.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+                _walk(flat, f"{fqn}.{name}", (*path, name), getattr(value, name), per_rank)
+            return
+        _put(flat, flat.tensors, fqn, path, value, per_rank)
+    elif isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            _walk(flat, f"{fqn}.{key}", (*path, str(key)), item, per_rank)
+    elif isinstance(value, (list, tuple)) and _holds_tensors(value):
+        for index, item in enumerate(value):
+            _walk(flat, f"{fqn}.{index}", (*path, index), item, per_rank)
+    elif isinstance(value, PerRank):
+        _walk(flat, fqn, path, value.value, True)
+    elif isinstance(value, ShardedTensor):
+        _put(flat, flat.tensors, fqn, path, value, per_rank)
+    elif _is_stateful(value):
+        flat.statefuls[fqn] = value.state_dict()
+        _walk(flat, fqn, path, flat.statefuls[fqn], per_rank)
+    else:
+        _put(flat, flat.values, fqn, path, value, per_rank)
+
+
+def _put(flat: Flat, where: dict[str, Any], fqn: str, path: Path, value: Any, per_rank: bool) -> None:
+    if fqn in flat.tensors or fqn in flat.values:
+        raise StructureError(
+            f"key {fqn!r}: two entries of the state dict flatten to it",
+            hint="keys that differ only in type (1 and '1') or in where a dot stands can't be told apart; rename one",
+            key=fqn,
+        )
+    where[fqn] = value
+    if per_rank:
+        flat.per_rank.add(fqn)
+    # Most paths can be had back from the key; only the others are worth keeping.
+    if fqn.count(".") + 1 != len(path) or any(type(part) is int for part in path):
+        flat.paths[fqn] = path
+
+
+def _is_wrapper(value: Any) -> bool:
+    """A tensor that is made of other tensors (a quantized weight, say); they are saved one by one."""
+    return is_traceable_wrapper_subclass(value) and not isinstance(value, (DTensor, ShardedTensor))
+
+
+def _holds_tensors(value: Any) -> bool:
+    for item in value:
+        if isinstance(item, (torch.Tensor, Mapping, ShardedTensor, PerRank)) or _is_stateful(item):
+            return True
+        if isinstance(item, (list, tuple)) and _holds_tensors(item):
+            return True
+    return False
+
+
+def _is_stateful(value: Any) -> bool:
+    # `isinstance(value, Stateful)` walks the protocol and costs microseconds a leaf: rule out the common ones.
+    if value is None or isinstance(value, (int, float, str, bytes, torch.Size)):
+        return False
+    return isinstance(value, Stateful) and not isinstance(value, type)
+
+
+def restore(state_dict: MutableMapping[Any, Any], flat: Flat, values: Mapping[str, Any]) -> None:
+    """Puts loaded values back into the live structure, in place; tensors were written to already.
+
+    `flat` is what `flatten(state_dict)` gave; `values` maps flat keys to what replaces the leaf there, and keys
+    that are absent keep their leaf. Stateful objects get the state dict that `flatten` asked them for.
+    """
+    for key in list(state_dict):
+        state_dict[key] = _rebuild(flat, values, str(key), state_dict[key])
+
+
+def _rebuild(flat: Flat, values: Mapping[str, Any], fqn: str, value: Any) -> Any:
+    if isinstance(value, (torch.Tensor, ShardedTensor)):
+        return value
+    if isinstance(value, PerRank):
+        value.value = _rebuild(flat, values, fqn, value.value)
+        return value
+    if isinstance(value, Mapping) and value:
+        rebuilt = {key: _rebuild(flat, values, f"{fqn}.{key}", item) for key, item in value.items()}
+        if not isinstance(value, MutableMapping):
+            return type(value)(rebuilt)  # type: ignore[call-arg]
+        value.update(rebuilt)
+        return value
+    if isinstance(value, (list, tuple)) and _holds_tensors(value):
+        items = [_rebuild(flat, values, f"{fqn}.{index}", item) for index, item in enumerate(value)]
+        if isinstance(value, MutableSequence):
+            value[:] = items
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if fqn in flat.statefuls:
+        value.load_state_dict(_rebuild(flat, values, fqn, flat.statefuls[fqn]))
+        return value
+    return values.get(fqn, value)

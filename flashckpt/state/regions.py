@@ -1,0 +1,175 @@
+"""What this rank holds of each global tensor: rectangular regions, and who else holds the same ones."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, _StridedShard
+
+from flashckpt.errors import UnsupportedValueError
+from flashckpt.format.dtypes import ITEMSIZE
+from flashckpt.types import Box
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """One box of the global tensor and where it begins in one of this rank's local tensors."""
+
+    box: Box
+    part: int  # index into local_parts(tensor)
+    local_offsets: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """The place of this rank's data in one global tensor."""
+
+    dtype: str
+    global_shape: tuple[int, ...]
+    regions: tuple[Region, ...]
+    holders: tuple[int, ...] | None  # global ranks that hold exactly these regions; None: all ranks, by assumption
+
+
+def signature(tensor: Any) -> tuple[Any, ...]:
+    """Equal signatures have equal specs. Cheap: it is taken for every tensor at every save."""
+    if isinstance(tensor, DTensor):
+        spec = tensor._spec
+        return (tensor.dtype, spec.shape, spec.placements, id(spec.mesh), tensor._local_tensor.shape)
+    if isinstance(tensor, ShardedTensor):
+        shards = tuple((tuple(s.metadata.shard_offsets), tuple(s.metadata.shard_sizes)) for s in tensor.local_shards())
+        return (tensor.dtype, tensor.metadata().size, shards)
+    return (tensor.dtype, tensor.shape)
+
+
+def local_parts(fqn: str, tensor: Any) -> list[torch.Tensor]:
+    """The local tensors that hold the regions; detached, still on their device, any stride."""
+    if isinstance(tensor, DTensor):
+        local = tensor._local_tensor
+        if isinstance(local, AsyncCollectiveTensor):
+            local = local.wait()
+        if hasattr(local, "__tensor_flatten__"):
+            raise _unsupported(fqn, tensor, f"a DTensor whose local tensor is a {type(local).__name__}")
+        return [local.detach()]
+    if isinstance(tensor, ShardedTensor):
+        return [shard.tensor.detach() for shard in tensor.local_shards()]
+    if hasattr(tensor, "__create_chunk_list__"):
+        return [_checkpointable_part(fqn, tensor, chunk) for chunk in tensor.__create_chunk_list__()]
+    if isinstance(tensor, AsyncCollectiveTensor):
+        return [tensor.wait()]
+    return [tensor]
+
+
+def describe(fqn: str, tensor: Any) -> TensorSpec:
+    """The regions of one leaf. Raises UnsupportedValueError for what has no bytes of its own."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in ITEMSIZE:
+        raise _unsupported(fqn, tensor, f"dtype {tensor.dtype}")
+    if isinstance(tensor, ShardedTensor):
+        return _describe_sharded(tensor, dtype)
+    if tensor.layout != torch.strided:
+        raise _unsupported(fqn, tensor, f"layout {tensor.layout}")
+    if tensor.device.type == "meta":
+        raise _unsupported(fqn, tensor, "the meta device, which holds no data")
+    if isinstance(tensor, DTensor):
+        return _describe_dtensor(fqn, tensor, dtype)
+    shape = tuple(tensor.shape)
+    if hasattr(tensor, "__create_chunk_list__"):
+        chunks = tensor.__create_chunk_list__()
+        boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks]
+        return TensorSpec(dtype, shape, _whole_parts(boxes), holders=())
+    return TensorSpec(dtype, shape, _whole_parts([Box((0,) * len(shape), shape)]), holders=None)
+
+
+def _describe_sharded(tensor: ShardedTensor, dtype: str) -> TensorSpec:
+    boxes = [
+        Box(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes)) for shard in tensor.local_shards()
+    ]
+    return TensorSpec(dtype, tuple(tensor.metadata().size), _whole_parts(boxes), holders=())
+
+
+def _whole_parts(boxes: list[Box]) -> tuple[Region, ...]:
+    return tuple(Region(box, part, (0,) * len(box.sizes)) for part, box in enumerate(boxes) if box.volume)
+
+
+def _describe_dtensor(fqn: str, tensor: DTensor, dtype: str) -> TensorSpec:
+    mesh, placements, shape = tensor.device_mesh, tensor.placements, tuple(tensor.shape)
+    if any(isinstance(placement, Partial) for placement in placements):
+        raise _unsupported(fqn, tensor, f"placements {placements}: a Partial is not reduced yet")
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return TensorSpec(dtype, shape, (), holders=())
+    same_shard = tuple(
+        slice(None) if isinstance(placement, Replicate) else coordinate[dim] for dim, placement in enumerate(placements)
+    )
+    holders = tuple(int(rank) for rank in mesh.mesh[same_shard].reshape(-1))
+    if any(isinstance(placement, _StridedShard) for placement in placements):
+        return TensorSpec(dtype, shape, _strided_regions(tensor, coordinate), holders)
+    sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
+    return TensorSpec(dtype, shape, _whole_parts([Box(tuple(offsets), tuple(sizes))]), holders)
+
+
+def _strided_regions(tensor: DTensor, coordinate: Sequence[int]) -> tuple[Region, ...]:
+    """The real regions of a strided shard, whose local rows are not neighbours in the global tensor.
+
+    Placements act on each tensor dimension by itself, so torch's own splitting of an index range says which
+    global indices this rank has there; runs of neighbours are then multiplied over the dimensions.
+    """
+    runs_by_dim = []
+    for dim, size in enumerate(tensor.shape):
+        indices = torch.arange(size)
+        for mesh_dim, placement in enumerate(tensor.placements):
+            if getattr(placement, "dim", None) == dim:
+                one_dim: Any = (
+                    _StridedShard(0, split_factor=placement.split_factor)
+                    if isinstance(placement, _StridedShard)
+                    else Shard(0)
+                )
+                pieces, _ = one_dim._split_tensor(
+                    indices, tensor.device_mesh.size(mesh_dim), with_padding=False, contiguous=True
+                )
+                indices = pieces[coordinate[mesh_dim]]
+        runs_by_dim.append(_runs(indices.tolist()))
+    regions = []
+    for runs in itertools.product(*runs_by_dim):
+        box = Box(tuple(run[1] for run in runs), tuple(run[2] for run in runs))
+        regions.append(Region(box, 0, tuple(run[0] for run in runs)))
+    return tuple(regions)
+
+
+def _runs(indices: list[int]) -> list[tuple[int, int, int]]:
+    """(local start, global start, length) of each run of consecutive global indices."""
+    runs: list[tuple[int, int, int]] = []
+    for local, index in enumerate(indices):
+        if runs and runs[-1][1] + runs[-1][2] == index:
+            start, first, length = runs[-1]
+            runs[-1] = (start, first, length + 1)
+        else:
+            runs.append((local, index, 1))
+    return runs
+
+
+def _checkpointable_part(fqn: str, tensor: Any, chunk: Any) -> torch.Tensor:
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
+    part = tensor.__get_tensor_shard__(MetadataIndex(fqn, chunk.offsets))
+    if not isinstance(part, torch.Tensor):
+        raise _unsupported(fqn, tensor, "__get_tensor_shard__ that gives no tensor")
+    return part.detach()
+
+
+def _unsupported(fqn: str, tensor: Any, found: str) -> UnsupportedValueError:
+    return UnsupportedValueError(
+        f"key {fqn!r}: expected a strided tensor with bytes of its own, found {type(tensor).__name__} with {found}",
+        hint="convert it before saving (e.g. .to_dense(), .dequantize(), .redistribute())",
+        key=fqn,
+    )
