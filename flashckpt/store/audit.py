@@ -98,9 +98,7 @@ def find_problems(directory: Directory, *, held_by_us: set[str]) -> list[str]:
                 problems.append(f"{where}: leaked, no slot of this store")
             elif state is State.WRITING and parsed.writer != current and is_dead(parsed.writer):
                 problems.append(f"{where}: its writer is dead")
-    problems += [
-        f"slot {slot_id:016x} is in {' and '.join(at)}" for slot_id, at in slots.items() if len(at) > 1
-    ]
+    problems += [f"slot {slot_id:016x} is in {' and '.join(at)}" for slot_id, at in slots.items() if len(at) > 1]
     problems += [f"two files of one shard: {' and '.join(at)}" for at in shards.values() if len(at) > 1]
     for name in directory.names(None):
         drafter = parse_fence_draft_name(name)

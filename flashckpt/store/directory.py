@@ -58,9 +58,7 @@ class _Held:
 class Directory:
     """The held descriptors of one job's memory directory, and the only way to its files."""
 
-    def __init__(
-        self, base: _Held, job: _Held, states: dict[State, _Held], mount: Mount, job_name: str
-    ) -> None:
+    def __init__(self, base: _Held, job: _Held, states: dict[State, _Held], mount: Mount, job_name: str) -> None:
         self.path = job.path
         self.job = job_name
         self.mount = mount
@@ -149,9 +147,7 @@ class Directory:
         """False where somebody else was quicker. Never replaces: FileExistsError."""
         target_fd = self._fd(to)
         try:
-            self._do(
-                state, name, lambda fd: rename_noreplace(name, new_name, source_fd=fd, target_fd=target_fd)
-            )
+            self._do(state, name, lambda fd: rename_noreplace(name, new_name, source_fd=fd, target_fd=target_fd))
         except FileNotFoundError:
             return False
         return True
@@ -221,8 +217,7 @@ def open_directory(path: str | os.PathLike[str], job: str, create: bool = True) 
         base = _Held(base_path, _open_one(parent, base_path, create, opened))
         job_held = _Held(job_path, _open_one(base.fd, job_path, create, opened))
         states = {
-            state: _Held(job_path / state, _open_one(job_held.fd, job_path / state, create, opened))
-            for state in State
+            state: _Held(job_path / state, _open_one(job_held.fd, job_path / state, create, opened)) for state in State
         }
         mount = _memory_mount(job_held)
         if create and os.fstatvfs(job_held.fd).f_flag & os.ST_RDONLY:
@@ -352,9 +347,7 @@ def _not_opened(parent_fd: int, path: Path, error: OSError) -> FlashError:
     try:
         found = os.stat(path.name, dir_fd=parent_fd, follow_symlinks=False)
     except OSError:
-        return _refusal(
-            path, "a directory of our own", error.strerror, "remove it, or set another memory_dir"
-        )
+        return _refusal(path, "a directory of our own", error.strerror, "remove it, or set another memory_dir")
     if not stat.S_ISDIR(found.st_mode):
         return _refusal(
             path,

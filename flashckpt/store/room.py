@@ -130,9 +130,7 @@ def describe(need_bytes: int, room: Room) -> str:
     if room.fs_free_inodes is not None and room.fs_free_inodes < 64:
         parts.append(f"{room.fs_free_inodes} free inodes")
     if room.budget_bytes is not None:
-        parts.append(
-            f"budget {format_bytes(room.budget_bytes)} with {format_bytes(room.budget_used_bytes)} in slots"
-        )
+        parts.append(f"budget {format_bytes(room.budget_bytes)} with {format_bytes(room.budget_used_bytes)} in slots")
     if room.cgroup is not None:
         parts.append(
             f"cgroup {room.cgroup.path} limit {format_bytes(room.cgroup.limit_bytes)} "
@@ -220,9 +218,7 @@ def read_meminfo(proc: Path = _PROC) -> tuple[int | None, int | None]:
 def read_cgroup(proc: Path = _PROC) -> CgroupRoom | None:
     """Among this process's memory cgroup and its visible ancestors, the one with the least left."""
     try:
-        memberships = (
-            (proc / "self/cgroup").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-        )
+        memberships = (proc / "self/cgroup").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
         mounts = read_mounts(proc)
     except OSError:
         return None

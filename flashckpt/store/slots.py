@@ -52,6 +52,7 @@ from flashckpt.store.room import RoomReader, check_room, format_bytes, no_space
 from flashckpt.store.supply import Supply, Taken
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
     from types import TracebackType
 
@@ -219,8 +220,10 @@ class SlotStore:
         try:
             mapping = self._supply.fit(taken.slot_id, size_bytes)
             failpoint("after_claim")
-        except BaseException:
+        except BaseException as error:
             self._supply.put_back(taken)
+            if isinstance(error, OSError):
+                self._supply.raise_if_full(error, size_bytes)
             raise
         slot = Slot(taken.slot_id, size_bytes, mapping.view())
         self._writing[taken.slot_id] = slot
@@ -246,18 +249,17 @@ class SlotStore:
         sealed = Sealed(shard, tag, slot.slot_id, self._owner, self._directory)
         writing_name = slot_name(slot.slot_id, self._owner)
         self._check_only(sealed)
-        failpoint("before_rename_sealed")
-        if not self._directory.move(State.WRITING, writing_name, State.SEALED, sealed.name):
-            raise self._supply.vanished(slot.slot_id)
-        try:
-            # Again, since another process may have sealed the same shard in between. Whoever comes second
-            # sees the first, so that two never stay; if both see each other, both withdraw.
-            self._check_only(sealed)
-        except ConflictError:
-            self._directory.move(State.SEALED, sealed.name, State.WRITING, writing_name)
-            raise
-        self._writing.pop(slot.slot_id, None)
-        _release_view(slot)
+        with self._leaving(slot):
+            failpoint("before_rename_sealed")
+            if not self._directory.move(State.WRITING, writing_name, State.SEALED, sealed.name):
+                raise self._supply.vanished(slot.slot_id)
+            try:
+                # Again, since another process may have sealed the same shard in between. Whoever comes
+                # second sees the first, so that two never stay; if both see each other, both withdraw.
+                self._check_only(sealed)
+            except ConflictError:
+                self._directory.move(State.SEALED, sealed.name, State.WRITING, writing_name)
+                raise
         failpoint("after_rename_sealed")
         return sealed
 
@@ -265,10 +267,9 @@ class SlotStore:
         """Back into the pool, whatever was written."""
         self._check_usable()
         self._check_writing(slot)
-        failpoint("before_abandon")
-        del self._writing[slot.slot_id]
-        _release_view(slot)
-        self._supply.put_back(Taken(slot.slot_id, self._owner))
+        with self._leaving(slot):
+            failpoint("before_abandon")
+            self._supply.put_back(Taken(slot.slot_id, self._owner))
         failpoint("after_abandon")
 
     def release(self, sealed: Sealed) -> bool:
@@ -285,13 +286,15 @@ class SlotStore:
         writing_name = slot_name(sealed.slot_id, self._owner)
         if not self._directory.move(State.SEALED, sealed.name, State.WRITING, writing_name):
             return False
-        failpoint("mid_release")
-        self._supply.erase_preamble(sealed.slot_id)
-        failpoint("after_zero_released")
-        # A dead writer's slot keeps its name, so that every process may claim it: we only wrote through a
-        # descriptor that is closed again.
-        pool_name = slot_name(sealed.slot_id, sealed.writer)
-        self._directory.move(State.WRITING, writing_name, State.POOL, pool_name)
+        try:
+            failpoint("mid_release")
+            self._supply.erase_preamble(sealed.slot_id)
+            failpoint("after_zero_released")
+        finally:
+            # A dead writer's slot keeps its name, so that every process may claim it: we only wrote through
+            # a descriptor that is closed again. With an error too: claim() erases once more.
+            pool_name = slot_name(sealed.slot_id, sealed.writer)
+            self._directory.move(State.WRITING, writing_name, State.POOL, pool_name)
         failpoint("after_release")
         return True
 
@@ -373,7 +376,8 @@ class SlotStore:
         try:
             return fence.write_fence(self._directory, new, self._owner)
         except OSError as error:
-            raise self._supply.explained(error, mmap.PAGESIZE) from error
+            self._supply.raise_if_full(error, mmap.PAGESIZE)
+            raise
 
     def highest_epoch(self) -> int:
         """That the fence or any shard here knows of; 0 if none."""
@@ -437,8 +441,7 @@ class SlotStore:
             raise ClosedError(f"slot store {self.path}: used after close()")
         if self._process != (os.getpid(), _forks):
             raise ConflictError(
-                f"slot store {self.path}: opened by process {self._process[0]}, "
-                f"used by its fork {os.getpid()}",
+                f"slot store {self.path}: opened by process {self._process[0]}, used by its fork {os.getpid()}",
                 hint="a fork must not write into its parent's slots: open a store of its own in the child",
             )
 
@@ -449,6 +452,22 @@ class SlotStore:
                 "found one that was sealed or abandoned before, or another store's",
                 slot_id=slot.slot_id,
             )
+
+    @contextlib.contextmanager
+    def _leaving(self, slot: Slot) -> Iterator[None]:
+        """Gives up the slot, unless the block raises.
+
+        Before its rename and not after: another thread may have claimed it again by then.
+        """
+        del self._writing[slot.slot_id]
+        try:
+            yield
+        except BaseException:
+            self._writing[slot.slot_id] = slot
+            raise
+        # Whoever made arrays over it keeps them; the mapping then stays, and is not resized under them.
+        with contextlib.suppress(BufferError):
+            slot.view.release()
 
     def _check_only(self, sealed: Sealed) -> None:
         prefix = sealed_prefix(sealed.shard)
@@ -491,12 +510,6 @@ class SlotStore:
         if (state, name) not in self._foreign_names and len(self._foreign_names) < _MAX_REMEMBERED_NAMES:
             self._foreign_names.add((state, name))
             _log.warning("%s/%s: %r is not a name of flashckpt; ignored", self.path, state, name)
-
-
-def _release_view(slot: Slot) -> None:
-    # Whoever made arrays over it keeps them; the mapping then stays, and is not resized under them.
-    with contextlib.suppress(BufferError):
-        slot.view.release()
 
 
 def _shard_gone(sealed: Sealed) -> NotFoundError:

@@ -90,7 +90,8 @@ class Supply:
         try:
             os.close(self._directory.create_file(State.WRITING, self._name(taken.slot_id)))
         except OSError as error:
-            raise self.explained(error, size_bytes) from error
+            self.raise_if_full(error, size_bytes)
+            raise
         self._pass_failpoint("after_create", taken)
         return taken
 
@@ -111,10 +112,7 @@ class Supply:
             # Else another store of this process resized the file: nobody may use the old mapping again.
             self.drop_mapping(slot_id)
             self._resize(fd, found, size_bytes, slot_id)
-            try:
-                mapping = Mapping(fd, size_bytes, huge_pages=self._huge_page_bytes > 0)
-            except OSError as error:
-                raise self.explained(error, size_bytes) from error
+            mapping = Mapping(fd, size_bytes, huge_pages=self._huge_page_bytes > 0)
         except BaseException:
             os.close(fd)
             raise
@@ -188,13 +186,13 @@ class Supply:
             slot_id=slot_id,
         )
 
-    def explained(self, error: OSError, need_bytes: int) -> OSError:
-        """NoSpaceError with the figures where that is what the error is about, else the error itself."""
+    def raise_if_full(self, error: OSError, need_bytes: int) -> None:
+        """NoSpaceError with the figures, where that is what the error is about."""
         if isinstance(error, FlashError) or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
-            return error
+            return
         room = self._room()
         reason = f"{os.strerror(error.errno)}: {describe(need_bytes, room)}"
-        return no_space(need_bytes, room, reason, str(self._directory.path))
+        raise no_space(need_bytes, room, reason, str(self._directory.path)) from error
 
     def _name(self, slot_id: int) -> str:
         return slot_name(slot_id, self._owner)
@@ -246,9 +244,7 @@ class Supply:
         path = str(self._directory.path / State.WRITING / self._name(slot_id))
         while start < size_bytes:
             try:
-                allocate(
-                    fd, start, size_bytes - start, self._room, granule_bytes=self.granule_bytes, path=path
-                )
+                allocate(fd, start, size_bytes - start, self._room, granule_bytes=self.granule_bytes, path=path)
             except NoSpaceError:
                 if not self._give_up_one():
                     raise
