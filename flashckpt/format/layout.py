@@ -22,7 +22,7 @@ from flashckpt.format.caps import (
     MAX_PATH_PARTS,
 )
 from flashckpt.format.dtypes import ITEMSIZE
-from flashckpt.format.refuse import corrupt, shorten
+from flashckpt.format.refuse import corrupt, corrupt_because, shorten
 from flashckpt.types import Box, Layout, TensorEntry
 from flashckpt.v1 import format_pb2
 
@@ -36,9 +36,7 @@ def encode_layout(layout: Layout) -> bytes:
     """The same bytes for the same layout. Refuses whatever `decode_layout` would refuse."""
     entries = layout.entries
     if reason := _refuse_names(entries):
-        raise UnsupportedValueError(
-            f"layout: {reason}", hint="rename the key or save the tensor in another form"
-        )
+        raise UnsupportedValueError(f"layout: {reason}", hint="rename the key or save the tensor in another form")
     if reason := _refuse_ranges(entries):
         raise InternalError(f"layout: {reason}")
     parts = bytearray()
@@ -78,7 +76,7 @@ def decode_layout(data: bytes, where: str = "layout") -> Layout:
         entries.append(_from_bytes(data[position : position + length], f"{where}: entry {len(entries)}"))
         position += length
     if reason := _refuse_names(entries) or _refuse_ranges(entries):
-        corrupt(where, "entries that keep the rules", reason)
+        corrupt_because(where, reason)
     return Layout(tuple(entries))
 
 
@@ -108,9 +106,7 @@ def _entry_length(data: bytes, position: int, where: str) -> tuple[int, int]:
         if byte < 0x80:
             break
     else:
-        corrupt(
-            f"{where}: byte {start}", f"an entry length of at most {MAX_ENTRY_BYTES}", data[start:position]
-        )
+        corrupt(f"{where}: byte {start}", f"an entry length of at most {MAX_ENTRY_BYTES}", data[start:position])
     if position - start > 1 and byte == 0:
         corrupt(f"{where}: byte {start}", "the shortest varint", data[start:position])
     if length > min(MAX_ENTRY_BYTES, len(data) - position):
@@ -238,9 +234,7 @@ def _refuse_ranges(entries: Sequence[TensorEntry]) -> str:
             reason = f"expected a range that ends below 2^63, found {offset}+{length}"
         elif offset < end:
             if previous is None or offset != previous.offset_bytes or length != previous.length_bytes:
-                reason = (
-                    f"expected a range from {end} on or exactly the previous one, found {offset}+{length}"
-                )
+                reason = f"expected a range from {end} on or exactly the previous one, found {offset}+{length}"
             elif entry.dtype != previous.dtype or entry.box.sizes != previous.box.sizes:
                 reason = (
                     f"expected {previous.dtype}{list(previous.box.sizes)} like {shorten(previous.fqn)}, "
@@ -260,9 +254,7 @@ def _refuse_ranges(entries: Sequence[TensorEntry]) -> str:
 def _refuse_box(entry: TensorEntry) -> str:
     shape, offsets, sizes = entry.global_shape, entry.box.offsets, entry.box.sizes
     if not len(shape) == len(offsets) == len(sizes):
-        return (
-            f"expected {len(shape)} offsets and sizes like the shape, found {len(offsets)} and {len(sizes)}"
-        )
+        return f"expected {len(shape)} offsets and sizes like the shape, found {len(offsets)} and {len(sizes)}"
     volume = 1
     for extent, start, size in zip(shape, offsets, sizes, strict=True):
         if start < 0 or size < 0 or start + size > extent or extent > MAX_INTEGER:

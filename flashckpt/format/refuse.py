@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 from flashckpt.errors import CorruptShardError
 
+_HINT = "this copy can't be used; another holder may have a good one"
 _LONGEST = 80
 _brief = reprlib.Repr()
 _brief.maxstring = _brief.maxother = _LONGEST
@@ -21,11 +22,16 @@ def shorten(value: Any) -> str:
     return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
 
 
+def corrupt_because(where: str, reason: str) -> NoReturn:
+    """For a rule that the writer checks too: the reason already says what was expected and found."""
+    raise CorruptShardError(f"{where}: {reason}", hint=_HINT, where=where)
+
+
 def corrupt(where: str, expected: str, found: Any) -> NoReturn:
     found = found if isinstance(found, str) else shorten(found)
     raise CorruptShardError(
         f"{where}: expected {expected}, found {found}",
-        hint="this copy can't be used; another holder may have a good one",
+        hint=_HINT,
         where=where,
         expected=expected,
         found=found,

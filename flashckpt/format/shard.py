@@ -37,7 +37,7 @@ from flashckpt.format.caps import (
     PREAMBLE_BYTES,
 )
 from flashckpt.format.layout import decode_layout, end_bytes, fingerprint
-from flashckpt.format.refuse import corrupt, shorten
+from flashckpt.format.refuse import corrupt, corrupt_because, shorten
 from flashckpt.types import Generation, ShardHeader, ShardId
 from flashckpt.v1 import format_pb2
 
@@ -94,9 +94,7 @@ def geometry(layout_length_bytes: int, payload_bytes: int, granule_bytes: int, c
     if not _is_chunk_size(chunk_bytes):
         raise ConfigError(f"chunk_bytes: expected {_CHUNK_RULE}, found {chunk_bytes}")
     if granule_bytes <= 0 or granule_bytes % DATA_ALIGNMENT_BYTES:
-        raise ConfigError(
-            f"granule_bytes: expected a multiple of {DATA_ALIGNMENT_BYTES}, found {granule_bytes}"
-        )
+        raise ConfigError(f"granule_bytes: expected a multiple of {DATA_ALIGNMENT_BYTES}, found {granule_bytes}")
     if layout_length_bytes < 0 or payload_bytes < 0:
         raise InternalError(f"geometry: negative length {layout_length_bytes} or {payload_bytes}")
     chunks = 0
@@ -163,9 +161,7 @@ def encode_header(
     except (EncodeError, TypeError, ValueError) as error:
         raise InternalError(f"{shard}: header can't be encoded: {error}") from error
     if len(encoded) > MAX_HEADER_BYTES:
-        raise InternalError(
-            f"{shard}: expected a header of at most {MAX_HEADER_BYTES} bytes, found {len(encoded)}"
-        )
+        raise InternalError(f"{shard}: expected a header of at most {MAX_HEADER_BYTES} bytes, found {len(encoded)}")
     return encoded
 
 
@@ -253,9 +249,7 @@ def _read_head(fd: int) -> tuple[bytes, int]:
     return head, status.st_size
 
 
-def _parse_envelope(
-    head: bytes, file_length: int, expect: ShardId | None, job: str | None, where: str
-) -> Envelope:
+def _parse_envelope(head: bytes, file_length: int, expect: ShardId | None, job: str | None, where: str) -> Envelope:
     preamble = preambles.unpack(head[:PREAMBLE_BYTES], file_length, where)
     if len(head) != preamble.data_offset_bytes:
         corrupt(where, f"{preamble.data_offset_bytes} bytes before the data", f"{len(head)}")
@@ -293,9 +287,7 @@ def _decode_header(header: memoryview, preamble: preambles.Preamble, where: str)
     message.DiscardUnknownFields()
     if message.ByteSize() != len(header):
         corrupt(where, f"{message.ByteSize()} bytes of header for what it says", f"{len(header)}")
-    shard = ShardId(
-        Generation(message.epoch, message.nonce, message.step, message.seq), message.rank, message.world
-    )
+    shard = ShardId(Generation(message.epoch, message.nonce, message.step, message.seq), message.rank, message.world)
     layout_bytes, chunk_crcs = message.layout, message.chunk_crcs
     envelope = Envelope(
         message.job,
@@ -322,7 +314,7 @@ def _decode_header(header: memoryview, preamble: preambles.Preamble, where: str)
         )
     )
     if reason:
-        corrupt(where, "a header that keeps the rules", reason)
+        corrupt_because(where, reason)
     table = _chunk_count(preamble.data_length_bytes, envelope.chunk_bytes) * CRC_BYTES
     if len(chunk_crcs) != table:
         corrupt(where, f"{table} bytes of chunk checksums", f"{len(chunk_crcs)}")
@@ -342,9 +334,7 @@ def _with_layout(envelope: Envelope, where: str) -> ShardHeader:
     end = end_bytes(layout)
     # Also keeps the tensors within the data area, because the values are.
     if end > envelope.values_offset_bytes:
-        corrupt(
-            where, f"values behind the last tensor, which ends at {end}", f"{envelope.values_offset_bytes}"
-        )
+        corrupt(where, f"values behind the last tensor, which ends at {end}", f"{envelope.values_offset_bytes}")
     return ShardHeader(
         job=envelope.job,
         shard=envelope.shard,

@@ -59,9 +59,7 @@ def encode_values(values: Mapping[str, Any]) -> bytes:
                 _text(out, key)
                 _value(out, value, 1)
                 if len(out) > MAX_VALUES_BYTES:
-                    raise _RefusedError(
-                        f"more than {MAX_VALUES_BYTES} bytes of values", "save it as a tensor"
-                    )
+                    raise _RefusedError(f"more than {MAX_VALUES_BYTES} bytes of values", "save it as a tensor")
             except _RefusedError as error:
                 error.keys.append(key if type(key) is str else shorten(key))
                 raise
