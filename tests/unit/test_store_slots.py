@@ -1,0 +1,523 @@
+"""The life of a slot in one process, on real tmpfs files."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from flashckpt.errors import ClosedError, ConfigError, ConflictError, NoSpaceError, NotFoundError
+from flashckpt.store.directory import State
+from flashckpt.store.slots import SlotStore
+from flashckpt.types import Fence, Generation, ShardId
+
+ROOT = Path(__file__).parents[2]
+K = 64 << 10
+
+
+def shard(step, rank=0, seq=1):
+    return ShardId(Generation(1000, 77, step, seq), rank, 2)
+
+
+def inodes(store, state):
+    folder = store.path / state
+    return {name.stat().st_ino for name in folder.iterdir()}
+
+
+def inode_of(slot, store):
+    (path,) = (store.path / "writing").glob(f"s{slot.slot_id:016x}.*")
+    return path.stat().st_ino
+
+
+def run_python(code, *arguments):
+    """Another process, which has exited when this returns."""
+    result = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.fixture
+def memory_dir():
+    path = Path(tempfile.mkdtemp(prefix="flashckpt-test-", dir="/dev/shm"))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def store(memory_dir):
+    with SlotStore.open(memory_dir, "job") as store:
+        yield store
+        assert store.check() == []
+
+
+def test_claim_seal_scan_read_release_reuse(store):
+    slot = store.claim(3 * K)
+    assert (slot.size_bytes, len(slot.view), slot.view.readonly) == (3 * K, 3 * K, False)
+    slot.view[:] = b"\xab" * (3 * K)
+    inode = inode_of(slot, store)
+    view = slot.view
+    sealed = store.seal(slot, shard(1), tag=0xDEADBEEF)
+    with pytest.raises(ValueError, match="released"):
+        view[0]
+    assert store.scan() == (sealed,)
+    (found,) = store.scan()
+    assert (found.shard, found.tag, found.slot_id, found.size_bytes) == (shard(1), 0xDEADBEEF, slot.slot_id, 3 * K)
+    fd = store.open_shard(sealed)
+    try:
+        assert os.pread(fd, 4 * K, 0) == b"\xab" * (3 * K)
+        assert os.fstat(fd).st_ino == inode
+        assert store.release(sealed)
+        assert os.pread(fd, 65, 0) == bytes(64) + b"\xab", "who has it open sees that it is no shard any more"
+    finally:
+        os.close(fd)
+    assert not store.release(sealed)
+    assert store.scan() == ()
+    with pytest.raises(NotFoundError):
+        store.open_shard(sealed)
+    with pytest.raises(NotFoundError):
+        _ = sealed.size_bytes
+    again = store.claim(3 * K)
+    assert inode_of(again, store) == inode
+    assert bytes(again.view[:65]) == bytes(64) + b"\xab", "only the preamble is erased"
+    store.abandon(again)
+
+
+def test_claim_erases_the_preamble_of_an_abandoned_slot(store):
+    slot = store.claim(K)
+    slot.view[:64] = b"P" * 64
+    store.abandon(slot)
+    slot = store.claim(K)
+    assert bytes(slot.view[:64]) == bytes(64)
+    store.abandon(slot)
+
+
+def test_slots_at_once_are_different(store):
+    slots = [store.claim(K) for _ in range(5)]
+    assert len({inode_of(slot, store) for slot in slots}) == 5
+    for number, slot in enumerate(slots):
+        slot.view[:] = bytes([number]) * K
+    assert [slot.view[K - 1] for slot in slots] == list(range(5))
+    for slot in slots:
+        store.abandon(slot)
+    assert store.status().pool.files == 5
+
+
+@pytest.mark.parametrize(("first", "second"), [(2 * K, 7 * K), (7 * K, 2 * K), (K, 40 << 20)])
+def test_growth_and_shrink_keep_the_file(store, first, second):
+    slot = store.claim(first)
+    slot.view[:] = b"\x11" * first
+    inode = inode_of(slot, store)
+    store.abandon(slot)
+    slot = store.claim(second)
+    assert inode_of(slot, store) == inode
+    (file,) = (store.path / "writing").iterdir()
+    assert (file.stat().st_size, file.stat().st_blocks * 512) == (second, second)
+    slot.view[second - 1] = 5
+    store.abandon(slot)
+
+
+def test_own_slot_of_that_size_first_then_the_closest(store):
+    slots = {size: store.claim(size * K) for size in (2, 5, 9)}
+    files = {size: inode_of(slot, store) for size, slot in slots.items()}
+    for slot in slots.values():
+        store.abandon(slot)
+    exact, close, third = store.claim(5 * K), store.claim(8 * K), store.claim(5 * K)
+    assert [inode_of(slot, store) for slot in (exact, close, third)] == [files[5], files[9], files[2]]
+    for slot in (exact, close, third):
+        store.abandon(slot)
+
+
+def test_slot_with_a_buffer_still_in_use_is_not_resized(store):
+    slot = store.claim(4 * K)
+    part = slot.view[K : 2 * K]
+    store.abandon(slot)
+    other = store.claim(K)
+    assert other.slot_id != slot.slot_id
+    part[0] = 1  # a file cut short under it would be a SIGBUS here
+    same = store.claim(4 * K)
+    assert same.slot_id == slot.slot_id
+    store.abandon(other)
+    store.abandon(same)
+    part.release()
+    assert store.claim(2 * K).slot_id in (slot.slot_id, other.slot_id)
+
+
+def test_hole_is_filled_before_the_slot_is_mapped(store, memory_dir):
+    store.abandon(store.claim(4 * K))
+    (file,) = (store.path / "pool").iterdir()
+    with file.open("r+b") as opened:
+        opened.truncate(0)
+        opened.truncate(4 * K)
+    assert file.stat().st_blocks == 0
+    slot = store.claim(4 * K)
+    (file,) = (store.path / "writing").iterdir()
+    assert file.stat().st_blocks * 512 == 4 * K
+    store.abandon(slot)
+
+
+def test_prepare_makes_claims_cheap(store):
+    store.prepare(4 * K, 3)
+    before = inodes(store, "pool")
+    assert len(before) == 3
+    store.prepare(4 * K, 2)
+    assert inodes(store, "pool") == before
+    slots = [store.claim(4 * K) for _ in range(3)]
+    assert {inode_of(slot, store) for slot in slots} == before
+    for slot in slots:
+        store.abandon(slot)
+
+
+def test_prepare_that_does_not_fit_leaves_what_it_got(memory_dir):
+    with SlotStore.open(memory_dir, "job", budget_bytes=10 * K) as store:
+        with pytest.raises(NoSpaceError):
+            store.prepare(4 * K, 3)
+        assert store.status().pool.files == 2
+        assert store.check() == []
+
+
+@pytest.mark.parametrize("size", [0, -K, 1, K + 1])
+def test_sizes_that_are_no_multiple_of_the_granule(store, size):
+    with pytest.raises(ConfigError, match="multiple of 65536"):
+        store.claim(size)
+
+
+def test_budget(memory_dir):
+    with SlotStore.open(memory_dir, "job", budget_bytes=10 * K) as store:
+        sealed = store.seal(store.claim(6 * K), shard(1))
+        with pytest.raises(NoSpaceError, match=r"budget 640 KiB with 384 KiB in slots") as caught:
+            store.claim(5 * K)
+        assert caught.value.need_bytes == 5 * K
+        assert store.scan() == (sealed,)
+        assert store.status().writing.files == 0
+        store.check_budget(10 * K)
+        with pytest.raises(NoSpaceError, match="of which 384 KiB are there"):
+            store.check_budget(11 * K)
+        kept = store.claim(4 * K)
+        store.abandon(kept)
+        assert store.release(sealed)
+        slot = store.claim(10 * K)  # the other free slot is given up for it
+        assert store.status().total_bytes == 10 * K
+        assert store.check() == []
+        store.abandon(slot)
+
+
+def test_failed_growth_returns_the_slot_as_it_was(memory_dir):
+    with SlotStore.open(memory_dir, "job", budget_bytes=4 * K) as store:
+        store.abandon(store.claim(2 * K))
+        before = inodes(store, "pool")
+        with pytest.raises(NoSpaceError):
+            store.claim(5 * K)
+        assert inodes(store, "pool") == before
+        assert store.status().pool.size_bytes == 2 * K
+        store.abandon(store.claim(2 * K))
+        assert inodes(store, "pool") == before
+
+
+def test_second_file_of_one_shard_is_refused(store):
+    first = store.seal(store.claim(K), shard(1), tag=1)
+    slot = store.claim(K)
+    with pytest.raises(ConflictError, match="expected none yet"):
+        store.seal(slot, shard(1), tag=2)
+    slot.view[0] = 1  # still ours
+    second = store.seal(slot, shard(1, rank=1), tag=2)
+    assert set(store.scan()) == {first, second}
+
+
+def test_slot_is_used_once(store):
+    slot = store.claim(K)
+    store.seal(slot, shard(1))
+    for call in (lambda: store.seal(slot, shard(2)), lambda: store.abandon(slot)):
+        with pytest.raises(ConflictError, match="sealed or abandoned before"):
+            call()
+
+
+def test_two_stores_of_one_process(store, memory_dir):
+    """The second takes and resizes what the first has mapped; the first notices."""
+    store.abandon(store.claim(8 * K))
+    with SlotStore.open(memory_dir, "job") as second:
+        slot = second.claim(2 * K)
+        second.abandon(slot)
+        again = store.claim(2 * K)
+        assert again.slot_id == slot.slot_id
+        again.view[2 * K - 1] = 1
+        sealed = store.seal(again, shard(1))
+        assert second.release(sealed)
+
+
+def test_close_keeps_or_removes_the_pool(memory_dir):
+    store = SlotStore.open(memory_dir, "job")
+    store.prepare(K, 2)
+    store.claim(K)
+    store.seal(store.claim(K), shard(1))
+    store.close()
+    store.close()
+    with pytest.raises(ClosedError):
+        store.claim(K)
+    with SlotStore.open(memory_dir, "job") as again:
+        assert (again.status().pool.files, again.status().writing.files) == (1, 0)
+        assert again.claim(K).view[0] == 0
+        assert len(again.scan()) == 1
+        again.close(remove_pool=True)
+    with SlotStore.open(memory_dir, "job") as again:
+        assert (again.status().pool.files, again.status().sealed.files) == (0, 1)
+
+
+def test_create_false(memory_dir):
+    with pytest.raises(NotFoundError, match="expected a directory"):
+        SlotStore.open(memory_dir, "job", create=False)
+    SlotStore.open(memory_dir, "job").close()
+    with SlotStore.open(memory_dir, "job", create=False) as store:
+        assert store.scan() == ()
+
+
+@pytest.mark.parametrize("settings", [{"budget_bytes": 0}, {"threads": 0}])
+def test_bad_settings(memory_dir, settings):
+    with pytest.raises(ConfigError, match=next(iter(settings))):
+        SlotStore.open(memory_dir, "job", **settings)
+
+
+USE_AND_EXIT = """
+import sys
+from flashckpt.store.slots import SlotStore
+from flashckpt.types import Generation, ShardId
+store = SlotStore.open(sys.argv[1], "job")
+slots = [store.claim(int(size) << 16) for size in sys.argv[2].split(",")]
+for slot in slots:
+    slot.view[:] = b"Z" * slot.size_bytes
+store.seal(slots[0], ShardId(Generation(1000, 77, 9, 1), 1, 2))
+for slot in slots[2:]:
+    store.abandon(slot)
+import os
+os._exit(0)  # the second one stays in writing/
+"""
+
+
+def test_slots_of_dead_writers(store, memory_dir):
+    run_python(USE_AND_EXIT, memory_dir, "2,3,4,8")
+    assert store.check() != [], "a dead writer's slot is in writing/"
+    reclaimed = store.reclaim()
+    assert (reclaimed.files, reclaimed.bytes, reclaimed.dropped_files) == (1, 3 * K, 0)
+    assert store.check() == []
+    files = {path.stat().st_size: path.stat().st_ino for path in (store.path / "pool").iterdir()}
+    slot = store.claim(7 * K)
+    assert inode_of(slot, store) == files[8 * K], "the closest one"
+    store.abandon(slot)
+    (sealed,) = store.scan()
+    fd = store.open_shard(sealed)
+    assert store.release(sealed)
+    assert os.pread(fd, 65, 0) == bytes(64) + b"Z"
+    expected = {*files.values(), os.fstat(fd).st_ino}
+    os.close(fd)
+    slots = [store.claim(size * K) for size in (2, 3, 4, 7)]
+    assert store.status().pool.files == 0
+    assert {inode_of(slot, store) for slot in slots} == expected
+    for slot in slots:
+        assert bytes(slot.view[:64]) == bytes(64)
+        store.abandon(slot)
+
+
+def test_other_boot(store, memory_dir):
+    """Free and bad slots of another boot are dropped, and what was being written is taken back first."""
+    run_python(USE_AND_EXIT, memory_dir, "2,3,4")
+    boot = store.scan()[0].writer.boot_id8
+    for folder in ("pool", "writing", "sealed"):
+        for path in (store.path / folder).iterdir():
+            path.rename(path.with_name(path.name.replace(boot, "00000000")))
+    (sealed,) = store.scan()
+    store.quarantine(sealed, "test")
+    reclaimed = store.reclaim()
+    assert reclaimed.files == 1
+    assert (reclaimed.dropped_files, reclaimed.dropped_bytes) == (3, 9 * K)
+    assert store.status().total_bytes == 0
+
+
+def test_quarantine_keeps_two(store, caplog):
+    sealed = [store.seal(store.claim(K), shard(step)) for step in range(4)]
+    for one in sealed:
+        with caplog.at_level(logging.WARNING):
+            store.quarantine(one, "crc32c 0x1 expected 0x2")
+    assert "crc32c 0x1 expected 0x2" in caplog.text
+    assert store.scan() == ()
+    names = {path.name for path in (store.path / "quarantine").iterdir()}
+    assert names == {one.name for one in sealed[2:]}
+    assert store.status().quarantined_files == 2
+    store.quarantine(sealed[0], "gone already")
+    assert not store.release(sealed[3])
+    slots = [store.claim(K) for _ in range(4)]
+    assert not {slot.slot_id for slot in slots} & {one.slot_id for one in sealed}, "never recycled"
+    for slot in slots:
+        store.abandon(slot)
+
+
+def test_mapping_of_an_unlinked_shard_is_let_go(store):
+    """What others drop must not go on using memory through our mapping."""
+
+    def mapped():
+        return Path("/proc/self/maps").read_text().count(str(store.path))
+
+    sealed = [store.seal(store.claim(K), shard(step)) for step in range(5)]
+    assert mapped() == 5
+    for one in sealed:
+        store.quarantine(one, "test")
+    store.reclaim()
+    assert mapped() == 2
+
+
+def test_foreign_names_are_ignored_and_said_once(store, caplog):
+    for state in State:
+        (store.path / state / "notes.txt").write_text("x")
+    store.scan(), store.scan()
+    assert caplog.text.count("notes.txt") == 1
+    slot = store.claim(K)
+    store.abandon(slot)
+    assert store.status().foreign_names == 4
+    assert len([problem for problem in store.check() if "not a name of flashckpt" in problem]) == 4
+    for state in State:
+        (store.path / state / "notes.txt").unlink()
+
+
+def test_check_sees_what_is_wrong(memory_dir):
+    with SlotStore.open(memory_dir, "job") as store:
+        sealed = store.seal(store.claim(K), shard(1), tag=1)
+        slot = store.claim(K)
+        pooled = store.claim(K)
+        store.abandon(pooled)
+        assert store.check() == []
+        path = store.path / "sealed" / sealed.name
+        path.chmod(0o644)
+        assert "mode 0644" in "\n".join(store.check())
+        path.chmod(0o600)
+        twin = path.with_name(sealed.name.replace("t00000001", "t00000002"))
+        os.link(path, twin)
+        problems = "\n".join(store.check())
+        assert "two files of one shard" in problems
+        assert "2 links" in problems
+        assert f"slot {sealed.slot_id:016x} is in" in problems
+        twin.unlink()
+        (written,) = (store.path / "writing").iterdir()
+        stray = written.with_name(written.name.replace(f"{slot.slot_id:016x}", "0" * 16))
+        stray.write_bytes(b"")
+        stray.chmod(0o600)
+        assert "leaked" in "\n".join(store.check())
+        stray.unlink()
+        written.unlink()
+        assert "its file has gone" in "\n".join(store.check())
+
+
+def test_fork_has_nothing_of_its_parents(memory_dir):
+    code = """
+import os, sys
+from flashckpt.errors import ConflictError
+from flashckpt.store.slots import SlotStore
+from flashckpt.types import Generation, ShardId
+store = SlotStore.open(sys.argv[1], "job")
+slot, sealed = store.claim(65536), store.seal(store.claim(65536), ShardId(Generation(1, 2, 3, 4), 0, 1))
+store.prepare(65536, 1)
+pid = os.fork()
+if pid == 0:
+    calls = [lambda: store.claim(65536), lambda: store.seal(slot, sealed.shard), lambda: store.abandon(slot),
+             lambda: store.release(sealed), lambda: store.reclaim(), lambda: store.scan(),
+             lambda: store.quarantine(sealed, "")]
+    for call in calls:
+        try:
+            call()
+        except ConflictError as error:
+            assert "fork" in str(error)
+        else:
+            os._exit(3)
+    store.close(remove_pool=True)
+    with SlotStore.open(sys.argv[1], "job") as own:
+        assert not own.release(sealed), "its parent lives"
+        assert own.claim(65536).slot_id != slot.slot_id
+        own.close(remove_pool=True)
+    sys.exit(0)
+assert os.waitpid(pid, 0)[1] == 0
+assert store.check() == [], store.check()
+assert store.status().pool.files == 1 and store.scan() == (sealed,)
+slot.view[0] = 1
+store.abandon(slot)
+assert store.release(sealed)
+assert store.status().pool.files == 3
+print("ok")
+"""
+    assert run_python(code, memory_dir).strip() == "ok"
+
+
+def test_directory_id(store, memory_dir):
+    with SlotStore.open(memory_dir, "job") as same, SlotStore.open(memory_dir, "job2") as other:
+        assert same.directory_id == store.directory_id != other.directory_id
+    code = (
+        "import sys\nfrom flashckpt.store.slots import SlotStore\n"
+        "print(SlotStore.open(sys.argv[1], 'job').directory_id)"
+    )
+    assert run_python(code, memory_dir).strip() == store.directory_id
+
+
+def test_highest_epoch(store):
+    assert store.highest_epoch() == 0
+    store.seal(store.claim(K), shard(1))
+    assert store.highest_epoch() == 1000
+    store.write_fence(Fence(step=0, epoch=2000, nonce=1))
+    assert store.highest_epoch() == 2000
+
+
+def test_voids(store, memory_dir):
+    generation = shard(4, seq=9).generation
+    assert store.voids() == frozenset()
+    store.mark_void(generation)
+    store.mark_void(generation)
+    with SlotStore.open(memory_dir, "job") as other:
+        assert other.voids() == {generation}
+    sealed = store.seal(store.claim(K), shard(4, seq=9))
+    store.mark_void(generation._replace(step=5, seq=10))
+    assert store.voids() == {generation, generation._replace(step=5, seq=10)}, "its shard is still there"
+    store.release(sealed)
+    store.mark_void(generation._replace(step=6, seq=11))
+    assert store.voids() == {generation._replace(step=6, seq=11)}
+    assert store.reclaim().dropped_files == 0
+    run_python(
+        "import sys\nfrom flashckpt.store.slots import SlotStore\nfrom flashckpt.types import Generation\n"
+        "SlotStore.open(sys.argv[1], 'job').mark_void(Generation(1, 2, 3, 4))",
+        memory_dir,
+    )
+    assert Generation(1, 2, 3, 4) in store.voids()
+    assert store.reclaim().dropped_files == 1
+    assert store.voids() == {generation._replace(step=6, seq=11)}
+
+
+def test_store_imports_neither_torch_nor_numpy():
+    code = "import sys, flashckpt.store.slots\nprint([name for name in ('torch', 'numpy') if name in sys.modules])"
+    assert run_python(code).strip() == "[]"
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mounts")
+@pytest.mark.parametrize("policy", ["always", "within_size", "advise", "never"])
+def test_huge_pages(tmp_path, policy):
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size=64m,huge={policy}", "none", tmp_path], check=False, capture_output=True
+    ).returncode:
+        pytest.skip(f"this kernel refuses huge={policy}")
+    try:
+        with SlotStore.open(tmp_path / "m", "job") as store:
+            huge = policy != "never"
+            assert store.granule_bytes == (2 << 20 if huge else K)
+            assert store.status().huge_page_bytes == (2 << 20 if huge else 0)
+            slot = store.claim(8 << 20)
+            slot.view[:] = b"\x01" * (8 << 20)
+            smaps = Path("/proc/self/smaps").read_text()
+            (entry,) = (one for one in smaps.split("\n7") if str(store.path) in one.splitlines()[0])
+            mapped_huge = int(entry.split("ShmemPmdMapped:")[1].split()[0])
+            # With "advise" only faults get huge pages, not fallocate: the kernel may merge pages later.
+            assert mapped_huge == (8 << 10 if policy in ("always", "within_size") else 0)
+            store.abandon(slot)
+    finally:
+        subprocess.run(["umount", "-l", tmp_path], check=True)
