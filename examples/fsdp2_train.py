@@ -1,0 +1,1 @@
+../flashckpt/demo/train.py
