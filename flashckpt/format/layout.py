@@ -6,7 +6,6 @@ The same checks run before encoding and after decoding, so what was sealed can b
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
 
 from google.protobuf.message import DecodeError, EncodeError
 
@@ -26,19 +25,22 @@ from flashckpt.format.refuse import corrupt, corrupt_because, shorten
 from flashckpt.types import Box, Layout, TensorEntry
 from flashckpt.v1 import format_pb2
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 _ENTRIES_TAG = 0x0A  # Layout.entries: field 1, length-delimited
 
 
 def encode_layout(layout: Layout) -> bytes:
     """The same bytes for the same layout. Refuses whatever `decode_layout` would refuse."""
     entries = layout.entries
-    if reason := _refuse_names(entries):
-        raise UnsupportedValueError(f"layout: {reason}", hint="rename the key or save the tensor in another form")
-    if reason := _refuse_ranges(entries):
-        raise InternalError(f"layout: {reason}")
+    if len(entries) > MAX_ENTRIES:
+        raise UnsupportedValueError(f"layout: expected at most {MAX_ENTRIES} entries, found {len(entries)}")
+    rules = _RangeRules()
+    for index, entry in enumerate(entries):
+        where = f"layout: entry {index}"
+        if reason := _refuse_name(entry):
+            hint = "rename the key or save the tensor in another form"
+            raise UnsupportedValueError(f"{where} ({shorten(entry.fqn)}): {reason}", hint=hint, key=entry.fqn)
+        if reason := rules.refuse(entry):
+            raise InternalError(f"{where} ({shorten(entry.fqn)}): {reason}")
     parts = bytearray()
     for entry in entries:
         try:
@@ -66,6 +68,7 @@ def fingerprint(layout_bytes: bytes) -> bytes:
 def decode_layout(data: bytes, where: str = "layout") -> Layout:
     """Trusts nothing. One entry at a time, so that the cost stays bounded by the entries accepted so far."""
     entries: list[TensorEntry] = []
+    rules = _RangeRules()
     position, size = 0, len(data)
     while position < size:
         if len(entries) == MAX_ENTRIES:
@@ -73,10 +76,12 @@ def decode_layout(data: bytes, where: str = "layout") -> Layout:
         if data[position] != _ENTRIES_TAG:
             corrupt(f"{where}: byte {position}", "the start of an entry (0x0a)", f"{data[position]:#04x}")
         length, position = _entry_length(data, position + 1, where)
-        entries.append(_from_bytes(data[position : position + length], f"{where}: entry {len(entries)}"))
+        of_entry = f"{where}: entry {len(entries)}"
+        entry = _from_bytes(data[position : position + length], of_entry)
+        if reason := _refuse_name(entry) or rules.refuse(entry):
+            corrupt_because(f"{of_entry} ({shorten(entry.fqn)})", reason)
+        entries.append(entry)
         position += length
-    if reason := _refuse_names(entries) or _refuse_ranges(entries):
-        corrupt_because(where, reason)
     return Layout(tuple(entries))
 
 
@@ -140,11 +145,11 @@ def _from_bytes(data: bytes, where: str) -> TensorEntry:
         message = format_pb2.TensorEntry.FromString(data)
     except DecodeError as error:
         corrupt(where, "a TensorEntry", str(error))
-    # Unknown fields, repeated singular fields and over-long varints all make the bytes longer than what
-    # they mean. They are refused so that no two readers can take different meanings from one shard.
+    # Unknown fields, repeated singular fields, over-long or overflowing varints, a true that is not 1: all are
+    # refused, so that no two readers can take different meanings from one shard.
     message.DiscardUnknownFields()
-    if message.ByteSize() != len(data):
-        corrupt(where, f"{message.ByteSize()} bytes for what it says", f"{len(data)}")
+    if message.SerializeToString(deterministic=True) != data:
+        corrupt(where, "the canonical encoding of what it says", "another one")
     # Counts first: nothing below runs over more elements than the caps allow.
     if len(message.path) > MAX_PATH_PARTS:
         corrupt(where, f"at most {MAX_PATH_PARTS} path parts", f"{len(message.path)}")
@@ -169,21 +174,8 @@ def _from_bytes(data: bytes, where: str) -> TensorEntry:
     )
 
 
-def _refuse_names(entries: Sequence[TensorEntry]) -> str:
-    """Why a key, path, dtype or number of dimensions can't be in a shard, or ""."""
-    if len(entries) > MAX_ENTRIES:
-        return f"expected at most {MAX_ENTRIES} entries, found {len(entries)}"
-    for index, entry in enumerate(entries):
-        if reason := _refuse_name(entry):
-            return _of_entry(index, entry, reason)
-    return ""
-
-
-def _of_entry(index: int, entry: TensorEntry, reason: str) -> str:
-    return f"entry {index} ({shorten(entry.fqn)}): {reason}"
-
-
 def _refuse_name(entry: TensorEntry) -> str:
+    """Why the key, path, dtype or number of dimensions can't be in a shard, or ""."""
     if reason := _refuse_text(entry.fqn):
         return f"key: {reason}"
     if not 1 <= len(entry.path) <= MAX_PATH_PARTS:
@@ -216,39 +208,61 @@ def _refuse_text(text: str) -> str:
     return ""
 
 
-def _refuse_ranges(entries: Sequence[TensorEntry]) -> str:
-    """Why the entries' boxes and byte ranges can't be in a shard, or ""."""
-    previous: TensorEntry | None = None
-    end = 0
-    first_of: dict[str, TensorEntry] = {}
-    # Boxes as text: Python's hash of text is keyed, that of integers can be steered into collisions.
-    seen_boxes: set[tuple[str, str]] = set()
-    for index, entry in enumerate(entries):
-        offset, length = entry.offset_bytes, entry.length_bytes
-        reason = _refuse_box(entry)
-        if reason:
-            return _of_entry(index, entry, reason)
+class _RangeRules:
+    """The rules about boxes and byte ranges, which look back at the entries before."""
+
+    __slots__ = ("_boxes", "_end", "_first", "_previous")
+
+    def __init__(self) -> None:
+        self._previous: TensorEntry | None = None
+        self._end = 0
+        self._first: dict[str, TensorEntry] = {}
+        # Of keys with several entries. As text: Python's hash of text is keyed, that of integers can be
+        # steered into collisions.
+        self._boxes: set[tuple[str, str]] = set()
+
+    def refuse(self, entry: TensorEntry) -> str:
+        """Why the next entry can't be in a shard, or ""."""
+        reason = _refuse_box(entry) or self._refuse_range(entry) or self._refuse_sibling(entry)
+        self._previous = entry
+        self._end = max(self._end, entry.offset_bytes + entry.length_bytes)
+        return reason
+
+    def _refuse_range(self, entry: TensorEntry) -> str:
+        offset, length, previous = entry.offset_bytes, entry.length_bytes, self._previous
         if offset < 0 or offset % ENTRY_ALIGNMENT_BYTES:
-            reason = f"expected an offset that is a multiple of {ENTRY_ALIGNMENT_BYTES}, found {offset}"
-        elif offset + length > MAX_INTEGER:
-            reason = f"expected a range that ends below 2^63, found {offset}+{length}"
-        elif offset < end:
-            if previous is None or offset != previous.offset_bytes or length != previous.length_bytes:
-                reason = f"expected a range from {end} on or exactly the previous one, found {offset}+{length}"
-            elif entry.dtype != previous.dtype or entry.box.sizes != previous.box.sizes:
-                reason = (
-                    f"expected {previous.dtype}{list(previous.box.sizes)} like {shorten(previous.fqn)}, "
-                    f"with which it shares its bytes, found {entry.dtype}{list(entry.box.sizes)}"
-                )
-        if not reason:
-            first = first_of.setdefault(entry.fqn, entry)
-            if first is not entry:
-                reason = _refuse_sibling(entry, first, seen_boxes)
-        if reason:
-            return _of_entry(index, entry, reason)
-        previous = entry
-        end = max(end, offset + length)
-    return ""
+            return f"expected an offset that is a multiple of {ENTRY_ALIGNMENT_BYTES}, found {offset}"
+        if offset + length > MAX_INTEGER:
+            return f"expected a range that ends below 2^63, found {offset}+{length}"
+        if offset >= self._end:
+            return ""
+        if previous is None or (offset, length) != (previous.offset_bytes, previous.length_bytes):
+            return f"expected a range from {self._end} on or exactly the previous one, found {offset}+{length}"
+        if entry.dtype != previous.dtype or entry.box.sizes != previous.box.sizes:
+            return (
+                f"expected {previous.dtype}{list(previous.box.sizes)} like {shorten(previous.fqn)}, "
+                f"with which it shares its bytes, found {entry.dtype}{list(entry.box.sizes)}"
+            )
+        return ""
+
+    def _refuse_sibling(self, entry: TensorEntry) -> str:
+        """An entry with the key of an earlier one is another region of the same tensor, nothing else."""
+        first = self._first.setdefault(entry.fqn, entry)
+        if first is entry:
+            return ""
+        if (entry.path, entry.dtype, entry.global_shape, entry.per_rank) != (
+            first.path,
+            first.dtype,
+            first.global_shape,
+            first.per_rank,
+        ):
+            return "expected the same path, dtype, shape and ownership in every entry of a key, found others"
+        self._boxes.add((first.fqn, _box_text(first.box)))
+        box = (entry.fqn, _box_text(entry.box))
+        if box in self._boxes:
+            return f"expected each region once, found {entry.box.offsets} + {entry.box.sizes} again"
+        self._boxes.add(box)
+        return ""
 
 
 def _refuse_box(entry: TensorEntry) -> str:
@@ -263,23 +277,6 @@ def _refuse_box(entry: TensorEntry) -> str:
     expected = volume * ITEMSIZE[entry.dtype]
     if entry.length_bytes != expected:
         return f"expected {expected} bytes for {entry.dtype}{list(sizes)}, found {entry.length_bytes}"
-    return ""
-
-
-def _refuse_sibling(entry: TensorEntry, first: TensorEntry, seen_boxes: set[tuple[str, str]]) -> str:
-    """`entry` has the key of an earlier entry: another region of the same tensor, nothing else."""
-    if (entry.path, entry.dtype, entry.global_shape, entry.per_rank) != (
-        first.path,
-        first.dtype,
-        first.global_shape,
-        first.per_rank,
-    ):
-        return "expected the same path, dtype, shape and ownership in every entry of a key, found others"
-    seen_boxes.add((entry.fqn, _box_text(first.box)))
-    box = (entry.fqn, _box_text(entry.box))
-    if box in seen_boxes:
-        return f"expected each region once, found {entry.box.offsets} + {entry.box.sizes} again"
-    seen_boxes.add(box)
     return ""
 
 

@@ -283,10 +283,10 @@ def _decode_header(header: memoryview, preamble: preambles.Preamble, where: str)
         message = format_pb2.ShardHeader.FromString(cast("bytes", header))
     except DecodeError as error:
         corrupt(where, "a ShardHeader", str(error))
-    # As in the layout: longer than what it means = unknown or repeated fields, or over-long varints.
+    # One meaning, one spelling, as in the layout.
     message.DiscardUnknownFields()
-    if message.ByteSize() != len(header):
-        corrupt(where, f"{message.ByteSize()} bytes of header for what it says", f"{len(header)}")
+    if message.SerializeToString(deterministic=True) != header:
+        corrupt(where, "the canonical encoding of what the header says", "another one")
     shard = ShardId(Generation(message.epoch, message.nonce, message.step, message.seq), message.rank, message.world)
     layout_bytes, chunk_crcs = message.layout, message.chunk_crcs
     envelope = Envelope(

@@ -70,10 +70,13 @@ def fields(data: bytes) -> list[tuple[int, int, object]]:
 
 
 def single(data: bytes, kinds: dict[int, str], repeated: tuple[int, ...] = ()) -> dict[int, object]:
-    """Fields by number; singular ones once and not with their default."""
+    """Fields by number, in that order; singular ones once and not with their default."""
     result: dict[int, object] = {number: [] for number in repeated}
+    last = 0
     for number, wire, payload in fields(data):
         need(number in kinds, "known field")
+        need(number >= last, "fields in order")
+        last = number
         kind = kinds[number]
         need(wire == {"int": 0, "bool": 0, "fixed": 1, "double": 1}.get(kind, 2), "wire type of field")
         if number in repeated and kind == "message":
@@ -91,7 +94,7 @@ def single(data: bytes, kinds: dict[int, str], repeated: tuple[int, ...] = ()) -
             payload.decode()
         value = {
             "int": lambda p: p,
-            "bool": lambda p: bool(p),
+            "bool": lambda p: p == 1,
             "fixed": lambda p: struct.unpack("<Q", p)[0],
             "double": lambda p: struct.unpack("<d", p)[0],
             "string": lambda p: p.decode(),

@@ -57,6 +57,7 @@ def with_layout(raw):
 HEADER = header_of(GOOD)
 END = 64 + len(HEADER)
 A, B = (entry_bytes(e) for e in format_pb2.Layout.FromString(message_of(GOOD).layout).entries)
+BEYOND_64_BITS = b"\x12\x0b\x10" + b"\xff" * 9 + b"\x09"
 PREAMBLE = preamble_of(GOOD)
 DATA_LENGTH = PREAMBLE["data_length"]
 
@@ -87,6 +88,7 @@ REFUSED = {
         with_header_bytes(GOOD, HEADER + b"\x20\x05"),  # step again
         with_header_bytes(GOOD, HEADER + b"\x20\x00"),
         with_header_bytes(GOOD, HEADER.replace(b"\x68\x80\x20", b"\x68\x80\xa0\x00")),  # chunk_bytes, over-long
+        with_header_bytes(GOOD, HEADER[12:] + HEADER[:12]),  # job last
     ],
     "H4": [with_header(GOOD, job=""), with_header(GOOD, job="x" * 257), with_header(GOOD, job="ü" * 129)],
     "H5": [with_header(GOOD, **{name: 2**63}) for name in ("epoch", "step", "seq")],
@@ -129,6 +131,11 @@ REFUSED = {
         with_layout(bytes([0x0A, A[1] + 2]) + A[2:] + b"\x50\x01"),
         with_layout(bytes([0x0A, A[1] + 2]) + A[2:] + b"\x48\x00"),
         with_layout(bytes([0x0A, A[1] + 3]) + A[2:] + b"\x0a\x01a"),
+        with_layout(bytes([0x0A, A[1] + 2]) + A[2:] + b"\x48\x02"),  # a true of 2
+        # an index of more than 64 bits, in as many bytes as -1 takes
+        with_layout(bytes([0x0A, A[1] + 8]) + A[2:].replace(b"\x12\x03\x0a\x01a", BEYOND_64_BITS)),
+        # offsets, half of them packed
+        with_layout(bytes([0x0A, A[1] + 1]) + A[2:].replace(b"\x2a\x02\x00\x00", b"\x28\x00\x2a\x01\x00")),
     ],
     "L4": [
         with_entries(GOOD, entry(fqn="x" * 4097)),
@@ -443,10 +450,10 @@ def test_colliding_keys_cost_no_quadratic_time():
 
     keys = [number * (2**61 - 1) for number in range(1, 200_000)]
     raw = under_key(b"d\xbf\x9a\x0c" + b"".join(raw_int(number) + b"N" for number in keys))
-    start = time.monotonic()
+    start = time.thread_time()
     with pytest.raises(CorruptShardError, match="one hash"):
         decode_values(raw)
-    assert time.monotonic() - start < 1.0
+    assert time.thread_time() - start < 1.0
 
 
 def test_every_rule_has_a_test():
