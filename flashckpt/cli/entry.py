@@ -65,7 +65,7 @@ def group() -> None:
 def run() -> NoReturn:
     """Runs the command line and exits. Errors come as code, message and hint, never as a traceback."""
     try:
-        code = group.main(standalone_mode=False)
+        code = group.main(prog_name="flashckpt", standalone_mode=False)
     except click.exceptions.Abort:
         _say("interrupted")
         code = _INTERRUPTED

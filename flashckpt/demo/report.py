@@ -92,7 +92,8 @@ def _saves(outcome: Outcome) -> Table:
 
 
 def _restart(outcome: Outcome) -> Table:
-    table = _table("from the kill to the first new step, in s", "", "")
+    table = _table("from the restart to the first new step, in s", "", "")
+    table.show_header = False
     run = outcome.resumed
     ready, loaded = run.first("ready"), run.first("loaded")
     first = next((event for event in run.events if event.kind == "step" and event.rank == 0), None)

@@ -73,9 +73,7 @@ def play(plan: Plan, tell: Callable[[str], None]) -> Outcome:
     with _interruptible(), _scratch(plan.parent) as directory:
 
         def job(name: str, memory: str) -> Job:
-            return Job(
-                directory, directory / memory, ranks=plan.ranks, steps=plan.steps, every=plan.every, name=name
-            )
+            return Job(directory, directory / memory, ranks=plan.ranks, steps=plan.steps, every=plan.every, name=name)
 
         tell(f"1/3  training {plan.steps} steps on {plan.ranks} ranks without interruption")
         whole = _to_the_end(job("whole", "undisturbed"))

@@ -154,7 +154,7 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, 4, width // 4).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
         x = x + self.drop(self.out(attended))
-        return x + self.drop(self.down(F.gelu(self.up(self.norm2(x)))))
+        return x.add(self.drop(self.down(F.gelu(self.up(self.norm2(x))))))
 
 
 class Transformer(nn.Module):
@@ -169,7 +169,8 @@ class Transformer(nn.Module):
         x = self.tokens(tokens[:, :-1]) + self.positions(torch.arange(LENGTH))
         for block in self.blocks:
             x = block(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1), tokens[:, 1:].flatten())
+        loss: torch.Tensor = F.cross_entropy(self.head(x).flatten(0, 1), tokens[:, 1:].flatten())
+        return loss
 
 
 def weights_digest(model: nn.Module) -> str:
@@ -178,8 +179,9 @@ def weights_digest(model: nn.Module) -> str:
     if not weights:
         return ""
     digest = hashlib.blake2b(digest_size=16)
-    for name in sorted(weights):
-        digest.update(name.encode() + bytes(weights[name].contiguous().view(torch.uint8).numpy()))
+    for name, weight in weights.items():
+        if isinstance(weight, torch.Tensor):
+            digest.update(name.encode() + bytes(weight.contiguous().view(torch.uint8).numpy()))
     return digest.hexdigest()
 
 

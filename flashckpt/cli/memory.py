@@ -1,0 +1,234 @@
+"""Read-only view of a node's memory directory: its jobs, and the generations of each. No torch.
+
+Nothing here creates, reclaims, renames or deletes: a look must never change what a trainer relies on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from flashckpt.cli.output import note, printable
+from flashckpt.config import CheckpointConfig, resolve
+from flashckpt.errors import ConfigError, FlashError, NotFoundError
+from flashckpt.format.shard import read_identity
+from flashckpt.save.retention import State, age_order, judge
+from flashckpt.store.names import job_directory_name, parse_sealed_name
+from flashckpt.store.owner import is_dead
+from flashckpt.store.slots import SlotStore
+from flashckpt.types import Launch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from flashckpt.store.slots import Sealed, StoreStatus
+    from flashckpt.types import Fence, Generation
+
+_DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_ESCAPE = re.compile(rb"%([0-9A-F]{2})")
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A sealed shard as the filesystem shows it."""
+
+    sealed: Sealed
+    size_bytes: int
+    sealed_at: float  # seconds since 1970: the rename into sealed/
+
+    @property
+    def rank(self) -> int:
+        return self.sealed.shard.rank
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationView:
+    """One generation with its shards, by rank."""
+
+    generation: Generation
+    world: int
+    shards: tuple[Shard, ...]
+    state: str  # complete, pending, dead
+    reason: str
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(shard.size_bytes for shard in self.shards)
+
+    @property
+    def sealed_at(self) -> float:
+        """When its last shard was."""
+        return max(shard.sealed_at for shard in self.shards)
+
+    def age_seconds(self, now: float) -> float:
+        return max(0.0, now - self.sealed_at)
+
+
+@dataclass(frozen=True, slots=True)
+class JobView:
+    """One job of this node at one moment."""
+
+    job: str
+    generations: tuple[GenerationView, ...]  # newest first
+    fence: Fence | None
+    status: StoreStatus
+
+
+def memory_dir_of(memory_dir: str | None) -> str:
+    """The directory the trainers would use with this option and environment."""
+    return resolve(CheckpointConfig(job="-", memory_dir=memory_dir)).memory_dir
+
+
+def named_job(job: str | None) -> str | None:
+    """What the option or the environment names; None where neither does."""
+    if job is not None:
+        return CheckpointConfig(job=job).job
+    try:
+        return resolve(CheckpointConfig()).job
+    except ConfigError:
+        return None
+
+
+def find_jobs(memory_dir: str) -> list[str]:
+    """All jobs with a directory there. NotFoundError where there is not even the memory directory."""
+    try:
+        fd = os.open(memory_dir, _DIRECTORY_FLAGS)
+    except OSError as error:
+        raise NotFoundError(
+            f"memory directory {memory_dir}: expected a directory, found: {error.strerror}",
+            hint="nothing was saved on this node yet, or the trainers use another --memory-dir",
+            path=memory_dir,
+        ) from error
+    try:
+        jobs = []
+        for name in sorted(os.listdir(fd)):
+            job = _job_of(fd, name)
+            if job is None:
+                note(f"{printable(name)}: not a job's directory, or one without a shard to tell its name; left out")
+            else:
+                jobs.append(job)
+        return jobs
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def open_store(memory_dir: str, job: str) -> Iterator[SlotStore]:
+    """The job's store, if it is there. NotFoundError otherwise; nothing is created."""
+    with SlotStore.open(memory_dir, job, create=False) as store:
+        yield store
+
+
+def selected_jobs(memory_dir: str, job: str | None) -> list[str]:
+    """The named job, else all of them; at least one."""
+    name = named_job(job)
+    jobs = [name] if name is not None else find_jobs(memory_dir)
+    if not jobs:
+        raise NotFoundError(
+            f"memory directory {memory_dir}: expected a job, found none",
+            hint="nothing was saved on this node yet, or the trainers use another --memory-dir",
+        )
+    return jobs
+
+
+def selected_job(memory_dir: str, job: str | None) -> str:
+    """The named job, else the only one there is."""
+    jobs = selected_jobs(memory_dir, job)
+    if len(jobs) > 1:
+        raise ConfigError(
+            f"memory directory {memory_dir}: expected one job, found {len(jobs)}: {', '.join(map(repr, jobs))}",
+            hint="name one with --job",
+        )
+    return jobs[0]
+
+
+def view(store: SlotStore, job: str) -> JobView:
+    """What lies there now. Files come and go meanwhile: those that went are simply not in it."""
+    fence = store.read_fence()
+    shards = [shard for sealed in store.scan() if (shard := _stat(store, sealed)) is not None]
+    tags = {shard.sealed.shard: shard.sealed.tag for shard in shards}
+    verdicts = judge(tags, _live_launch(shards), fence, store.voids())
+    generations = []
+    for generation, verdict in verdicts.items():
+        members = sorted((s for s in shards if s.sealed.shard.generation == generation), key=lambda s: s.rank)
+        state = State.DEAD if verdict.state is State.DISAGREES else verdict.state
+        world = max(shard.sealed.shard.world for shard in members)
+        generations.append(GenerationView(generation, world, tuple(members), state.value, verdict.reason))
+    generations.sort(key=lambda one: age_order(one.generation), reverse=True)
+    return JobView(job, tuple(generations), fence, store.status())
+
+
+def pick(job: JobView, step: int | None) -> GenerationView:
+    """The generation of that step, else the newest: a complete one before others. NotFoundError if there is none."""
+    of_step = [one for one in job.generations if step is None or one.generation.step == step]
+    if not of_step:
+        steps = sorted({one.generation.step for one in job.generations})
+        raise NotFoundError(
+            f"job {job.job!r}: expected {'a saved step' if step is None else f'step {step}'}, "
+            f"found steps {steps or 'none'}",
+            hint="`flashckpt ls` lists what is there",
+        )
+    return next((one for one in of_step if one.state == State.COMPLETE.value), of_step[0])
+
+
+def now() -> float:
+    return time.time()
+
+
+def _live_launch(shards: list[Shard]) -> Launch | None:
+    """The newest launch, if one of its writers still runs: only then an incomplete generation may be completed."""
+    if not shards:
+        return None
+    newest = max((s.sealed.shard.generation for s in shards), key=lambda g: (g.epoch, g.nonce))
+    writers = {s.sealed.writer for s in shards if s.sealed.shard.generation[:2] == (newest.epoch, newest.nonce)}
+    alive = any(not is_dead(writer) for writer in writers)
+    return Launch(newest.epoch, newest.nonce) if alive else None
+
+
+def _stat(store: SlotStore, sealed: Sealed) -> Shard | None:
+    try:
+        fd = store.open_shard(sealed)
+    except NotFoundError:
+        return None  # released while we looked
+    except FlashError as error:
+        note(f"{sealed.shard}: left out: {error.message}")
+        return None
+    try:
+        found = os.fstat(fd)
+    finally:
+        os.close(fd)
+    # Renaming sets the time of change; writing through a mapping does not reliably set that of modification.
+    return Shard(sealed, found.st_size, found.st_ctime)
+
+
+def _job_of(base_fd: int, name: str) -> str | None:
+    """The job a directory belongs to, from its name, or where that was cut short from a shard in it."""
+    raw = _ESCAPE.sub(lambda match: bytes([int(match[1], 16)]), os.fsencode(name))
+    for candidate in (raw.decode("utf-8", "replace"), _job_in_shards(base_fd, name)):
+        with contextlib.suppress(ConfigError):
+            if candidate and job_directory_name(candidate) == name:
+                return candidate
+    return None
+
+
+def _job_in_shards(base_fd: int, name: str) -> str:
+    try:
+        sealed_fd = os.open(f"{name}/sealed", _DIRECTORY_FLAGS, dir_fd=base_fd)
+    except OSError:
+        return ""
+    try:
+        for file in filter(parse_sealed_name, os.listdir(sealed_fd)):
+            with contextlib.suppress(OSError, FlashError):
+                fd = os.open(file, _FILE_FLAGS, dir_fd=sealed_fd)
+                try:
+                    return read_identity(fd)[0]
+                finally:
+                    os.close(fd)
+    finally:
+        os.close(sealed_fd)
+    return ""
