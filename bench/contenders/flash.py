@@ -1,0 +1,57 @@
+"""flashckpt through its public interface, with the settings a user gets."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import TYPE_CHECKING
+
+import flashckpt
+from bench.errors import BenchError
+
+# Both are imported by the first use; imports are not what is measured.
+from flashckpt import CheckpointConfig, Checkpointer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bench.contenders.base import Details
+    from bench.state import StateDict
+
+
+class Flash:
+    """Checkpointer.save to SEALED, checksums included; Checkpointer.load with every checksum verified."""
+
+    def set_up(self, state: StateDict, directory: Path) -> Details:
+        self._state = state
+        config = CheckpointConfig(job="bench", memory_dir=str(directory), on_save_error="raise")
+        self._checkpointer = Checkpointer(config)
+        return {}
+
+    def save(self, step: int) -> Details:
+        handle = self._checkpointer.save(step, self._state)
+        if handle.outcome is not flashckpt.Outcome.OK or handle.level < flashckpt.Level.SEALED:
+            raise BenchError(f"save of step {step}: expected ok and sealed, found {handle!r}")
+        return dataclasses.asdict(handle.timings)
+
+    def settle(self) -> Details:
+        return {}
+
+    def load(self) -> Details:
+        result = self._checkpointer.load(self._state)
+        if result is None or result.source != "memory":
+            raise BenchError(f"load: expected a checkpoint from memory, found {result!r}")
+        return dataclasses.asdict(result.timings)
+
+    def close(self) -> None:
+        self._checkpointer.close()
+
+
+class FlashPrewarmed(Flash):
+    """As above, with prewarm() before the first save, as a trainer would call it while it starts."""
+
+    def set_up(self, state: StateDict, directory: Path) -> Details:
+        super().set_up(state, directory)
+        began = time.perf_counter()
+        self._checkpointer.prewarm(state)
+        return {"prewarm": time.perf_counter() - began}

@@ -1,0 +1,149 @@
+"""The parent's side of a worker: start it, ask it, watch its memory, end it."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
+
+from bench.errors import BenchError
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from bench.spec import StateSpec
+
+_ROOT = Path(__file__).resolve().parent.parent
+_DEADLINE = 600.0  # seconds for one command; the slowest takes a tenth of that
+_SAMPLE_SECONDS = 0.001
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one command took, and what the contender itself says of it."""
+
+    seconds: float
+    details: dict[str, float]
+    anonymous_growth_bytes: int  # highest above where it began; 0 where nobody watched
+
+
+class Worker:
+    """One contender in a process. A context manager: leaving it ends the process, come what may."""
+
+    def __init__(self, contender: str, spec: StateSpec, directory: Path) -> None:
+        self.contender = contender
+        directory.mkdir(mode=0o700, exist_ok=True)
+        # A setting of the shell would make this another measurement than the one that is reported.
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("FLASHCKPT_")}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "bench.worker"],
+            cwd=_ROOT,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            # Ctrl-C is for the parent, which then ends its workers.
+            start_new_session=True,
+        )
+        self._pending = b""
+        try:
+            self.opened = self._ask(
+                {
+                    "do": "set_up",
+                    "contender": contender,
+                    "tensors": spec.tensors,
+                    "tensor_bytes": spec.tensor_bytes,
+                    "directory": str(directory),
+                }
+            )
+        except BaseException:
+            self.kill()
+            raise
+
+    def save(self, step: int, *, watch: bool = False) -> Answer:
+        return self._ask({"do": "save", "step": step}, watch=watch)
+
+    def load(self, *, watch: bool = False) -> Answer:
+        return self._ask({"do": "load"}, watch=watch)
+
+    def expect(self, digest: str | None = None) -> str:
+        """Sets what loads have to bring back: what was saved last, or the digest another worker saved."""
+        self._send({"do": "expect", "digest_of_saved": digest})
+        return cast("str", self._receive()["digest"])
+
+    def close(self) -> None:
+        self._send({"do": "close"})
+        self._receive()
+        self._process.wait(timeout=60)
+        self.kill()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None and self._process.poll() is None:
+            self.close()
+        else:
+            self.kill()
+
+    def _ask(self, command: dict[str, Any], *, watch: bool = False) -> Answer:
+        before = self._anonymous_bytes() if watch else 0
+        self._send(command)
+        highest = before
+        while watch and not self._readable(_SAMPLE_SECONDS):
+            highest = max(highest, self._anonymous_bytes())
+        reply = self._receive()
+        return Answer(reply["seconds"], reply["details"], highest - before)
+
+    def _send(self, command: dict[str, Any]) -> None:
+        pipe = cast("BinaryIO", self._process.stdin)
+        try:
+            pipe.write(json.dumps(command).encode() + b"\n")
+            pipe.flush()
+        except BrokenPipeError:
+            raise self._gone(command["do"]) from None
+
+    def _receive(self) -> dict[str, Any]:
+        deadline = time.monotonic() + _DEADLINE
+        pipe = cast("BinaryIO", self._process.stdout)
+        while b"\n" not in self._pending:
+            if not self._readable(deadline - time.monotonic()):
+                raise BenchError(f"{self.contender}: no answer within {_DEADLINE:.0f} s")
+            piece = os.read(pipe.fileno(), 1 << 16)
+            if not piece:
+                raise self._gone("its command")
+            self._pending += piece
+        line, _, self._pending = self._pending.partition(b"\n")
+        reply: dict[str, Any] = json.loads(line)
+        if "error" in reply:
+            raise BenchError(f"{self.contender} failed:\n{reply['error']}")
+        return reply
+
+    def _readable(self, timeout: float) -> bool:
+        pipe = cast("BinaryIO", self._process.stdout)
+        return bool(select.select([pipe], [], [], max(0.0, timeout))[0])
+
+    def _gone(self, doing: str) -> BenchError:
+        return BenchError(f"{self.contender}: ended during {doing} with status {self._process.wait()}")
+
+    def _anonymous_bytes(self) -> int:
+        """Seen from outside, so that watching takes no time of the one that is watched."""
+        with open(f"/proc/{self._process.pid}/status") as status:
+            for line in status:
+                if line.startswith("RssAnon:"):
+                    return int(line.split()[1]) * 1024
+        return 0

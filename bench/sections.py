@@ -1,0 +1,165 @@
+"""The sections of a run: which contenders take turns, with which state, and what is written down.
+
+A section starts its workers, lets them take turns round by round (A B C, B C A, …, so that nobody always comes
+after the same one), and ends them. What is compared with each other comes from one section.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from bench.process import Worker
+from bench.scratch import check_room, empty
+from bench.spec import StateSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from bench.samples import Samples
+
+_T = TypeVar("_T")
+
+# Both of flashckpt's slots are faulted and mapped after two saves; the others warm up as long.
+WARM_UP = 2
+
+# Copies of the state that a contender needs at most: its tensors, what it stages, what it keeps.
+_COPIES = {"memcpy": 3, "memcpy-tensors": 2, "dcp-async": 4}
+_USUAL_COPIES = 3
+
+# Measured for comparison, each against flashckpt in a section of its own.
+OTHERS = ("dcp-tuned", "dcp-async", "torch.save")
+WATCHED = ("flashckpt", "dcp", "dcp-async", "torch.save")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    size_bytes: int
+    rounds: int
+    first_rounds: int  # rounds of fresh processes, which are slow to start
+    small_tensors: int
+
+    @property
+    def large(self) -> StateSpec:
+        return StateSpec.of_size(self.size_bytes, 100)
+
+    @property
+    def small(self) -> StateSpec:
+        return StateSpec(self.small_tensors, 4096)
+
+    @property
+    def planning(self) -> StateSpec:
+        """So few bytes that the copy itself does not count: what is left is the time of Python."""
+        return StateSpec(2000, 256)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    options: Options
+    directory: Path
+    samples: Samples
+    tell: Callable[[str], None]  # what is being done now; once a round
+
+
+def run_all(run: Run) -> None:
+    options = run.options
+    taking_turns(run, "steady", options.large, ("memcpy", "memcpy-tensors", "flashckpt", "dcp"), options.rounds)
+    taking_turns(run, "small", options.small, ("flashckpt", "dcp"), options.rounds)
+    taking_turns(run, "planning", options.planning, ("flashckpt", "dcp"), options.rounds * 2)
+    in_fresh_processes(run, "first", options.large, ("flashckpt", "flashckpt-prewarmed", "dcp"), options.first_rounds)
+    for other in OTHERS:
+        taking_turns(run, f"versus {other}", options.large, ("flashckpt", other), options.first_rounds)
+    watched(run, "memory", options.large, WATCHED)
+
+
+def count_steps(options: Options) -> int:
+    """How often a complete run calls `tell`."""
+    shared = 2 * (2 * options.rounds + options.rounds * 2 + len(OTHERS) * options.first_rounds)
+    return shared + 3 * options.first_rounds + len(WATCHED)
+
+
+def taking_turns(run: Run, section: str, spec: StateSpec, contenders: Sequence[str], rounds: int) -> None:
+    """Saves, then loads, of workers that all stay alive."""
+    _check_room(spec, contenders)
+    run.samples.state_bytes[section] = spec.size_bytes
+    with contextlib.ExitStack() as stack:
+        workers = [stack.enter_context(Worker(name, spec, run.directory / name)) for name in contenders]
+        for step in range(1, WARM_UP + 1):
+            for worker in workers:
+                worker.save(step)
+        for number in range(rounds):
+            run.tell(f"{section}: save {number + 1} of {rounds}")
+            for worker in _turn(workers, number):
+                answer = worker.save(WARM_UP + 1 + number)
+                run.samples.add(section, worker.contender, "save", answer.seconds)
+                for stage, seconds in answer.details.items():
+                    run.samples.add(section, worker.contender, f"save: {stage}", seconds)
+        for worker in workers:
+            worker.expect()
+            worker.load()
+        for number in range(rounds):
+            run.tell(f"{section}: load {number + 1} of {rounds}")
+            for worker in _turn(workers, number):
+                answer = worker.load()
+                run.samples.add(section, worker.contender, "load", answer.seconds)
+                for stage, seconds in answer.details.items():
+                    run.samples.add(section, worker.contender, f"load: {stage}", seconds)
+    empty(run.directory)
+
+
+def in_fresh_processes(run: Run, section: str, spec: StateSpec, contenders: Sequence[str], rounds: int) -> None:
+    """What a process that has just started pays: its first save, the next ones, and the load of its successor."""
+    _check_room(spec, ("flashckpt",))
+    run.samples.state_bytes[section] = spec.size_bytes
+    for number in range(rounds):
+        for name in _turn(contenders, number):
+            run.tell(f"{section}: {name}, process {number + 1} of {rounds}")
+            directory = run.directory / name
+
+            def add(measure: str, seconds: float, name: str = name) -> None:
+                run.samples.add(section, name, measure, seconds)
+
+            with Worker(name, spec, directory) as worker:
+                prewarm = worker.opened.details.get("prewarm", 0.0)
+                if prewarm:
+                    add("prewarm", prewarm)
+                add("open", worker.opened.seconds - prewarm)
+                add("first save", worker.save(1).seconds)
+                add("second save", worker.save(2).seconds)
+                # From the third on a save is a steady one.
+                for step in (3, 4, 5):
+                    add("later save", worker.save(step).seconds)
+                digest = worker.expect()
+            with Worker(name.removesuffix("-prewarmed"), spec, directory) as successor:
+                successor.expect(digest)
+                add("load after restart", successor.load().seconds)
+            shutil.rmtree(directory)
+
+
+def watched(run: Run, section: str, spec: StateSpec, contenders: Sequence[str]) -> None:
+    """How far anonymous memory grows during saves and loads. Apart from the clocks, since looking costs time."""
+    _check_room(spec, ("dcp-async",))
+    run.samples.state_bytes[section] = spec.size_bytes
+    for name in contenders:
+        run.tell(f"{section}: {name}")
+        directory = run.directory / name
+        with Worker(name, spec, directory) as worker:
+            run.samples.add(section, name, "first save", worker.save(1, watch=True).anonymous_growth_bytes)
+            worker.save(2)
+            for step in (3, 4):
+                run.samples.add(section, name, "save", worker.save(step, watch=True).anonymous_growth_bytes)
+            worker.expect()
+            run.samples.add(section, name, "load", worker.load(watch=True).anonymous_growth_bytes)
+        shutil.rmtree(directory)
+
+
+def _turn(items: Sequence[_T], number: int) -> list[_T]:
+    start = number % len(items)
+    return [*items[start:], *items[:start]]
+
+
+def _check_room(spec: StateSpec, contenders: Sequence[str]) -> None:
+    check_room(sum(_COPIES.get(name, _USUAL_COPIES) for name in contenders) * spec.size_bytes)

@@ -1,0 +1,103 @@
+"""A contender in a process of its own, which takes commands over a pipe: `python -m bench.worker`.
+
+It stays alive between commands, so that rounds of several contenders can be interleaved while the state, the
+warm slots and the caches of each live on. One JSON object a line, in and out.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+import traceback
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench.contenders import make_contender
+from bench.errors import BenchError
+from bench.spec import StateSpec
+from bench.state import change, digest, make_state, spoil
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import TextIO
+
+    from bench.contenders.base import Contender, Details
+    from bench.state import StateDict
+
+Reply = dict[str, Any]
+
+
+class Session:
+    """The commands. Each returns what is to be told; seconds are of the contender's call alone."""
+
+    _contender: Contender
+    _state: StateDict
+    _expected: str = ""
+
+    def set_up(self, contender: str, tensors: int, tensor_bytes: int, directory: str) -> Reply:
+        self._state = make_state(StateSpec(tensors, tensor_bytes))
+        self._contender = make_contender(contender)
+        return self._timed(lambda: self._contender.set_up(self._state, Path(directory)))
+
+    def save(self, step: int) -> Reply:
+        change(self._state, step)
+        reply = self._timed(lambda: self._contender.save(step))
+        reply["details"] |= self._contender.settle()
+        return reply
+
+    def expect(self, digest_of_saved: str | None = None) -> Reply:
+        """What loads are compared with: the given digest, or that of the state as it is now."""
+        self._expected = digest_of_saved or digest(self._state)
+        return {"digest": self._expected}
+
+    def load(self) -> Reply:
+        spoil(self._state)
+        reply = self._timed(self._contender.load)
+        found = digest(self._state)
+        if found != self._expected:
+            raise BenchError(f"load: expected a state with digest {self._expected}, found {found}")
+        return reply
+
+    def close(self) -> Reply:
+        self._contender.close()
+        return {}
+
+    def _timed(self, call: Callable[[], Details]) -> Reply:
+        gc.collect()
+        began = time.perf_counter()
+        details = call()
+        return {"seconds": time.perf_counter() - began, "details": dict(details)}
+
+
+def main() -> None:
+    replies = _keep_stdout_for_replies()
+    # A contender's advice to its user is not this benchmark's output.
+    warnings.simplefilter("ignore")
+    session = Session()
+    for line in sys.stdin:
+        command: dict[str, Any] = json.loads(line)
+        name = command.pop("do")
+        try:
+            reply = getattr(session, name)(**command)
+        except Exception:  # whatever a contender raises is told to the parent, which ends the run
+            reply = {"error": traceback.format_exc()}
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()
+        if name == "close":
+            return
+
+
+def _keep_stdout_for_replies() -> TextIO:
+    """What a library prints must not come between the replies: it goes where errors go."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    return os.fdopen(kept, "w")
+
+
+if __name__ == "__main__":
+    main()
