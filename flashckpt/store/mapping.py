@@ -13,11 +13,11 @@ import os
 class Mapping:
     """Owns a descriptor and the shared mapping of the whole file behind it."""
 
-    __slots__ = ("_map", "fd", "inode", "size_bytes")
+    __slots__ = ("_descriptors", "_map", "inode", "size_bytes")
 
     def __init__(self, fd: int, size_bytes: int, *, huge_pages: bool) -> None:
         """The file has to have its memory already: touching a page that can't be had is a SIGBUS."""
-        self.fd = fd
+        self._descriptors = [fd]
         self.size_bytes = size_bytes
         self.inode = os.fstat(fd).st_ino
         self._map = mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
@@ -36,7 +36,13 @@ class Mapping:
         return self.inode == found.st_ino and self.size_bytes == size_bytes == found.st_size
 
     def is_unlinked(self) -> bool:
-        return os.fstat(self.fd).st_nlink == 0
+        """Any thread may ask. One that has the slot may close the mapping meanwhile, and the number may then
+        be another file's: the answer is only good for calling close(), which then does nothing.
+        """
+        try:
+            return os.fstat(self._descriptors[0]).st_nlink == 0
+        except (IndexError, OSError):
+            return False
 
     def close(self) -> bool:
         """False where a buffer over the mapping is still in use; it then stays as it is."""
@@ -44,13 +50,16 @@ class Mapping:
             self._map.close()
         except BufferError:
             return False
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        self._close_descriptor()
         return True
 
     def forget(self) -> None:
         """As close(), but a mapping that is still in use goes when its last buffer does."""
-        if not self.close() and self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        if not self.close():
+            self._close_descriptor()
+
+    def _close_descriptor(self) -> None:
+        # Taken out in one step: of two threads, or two calls, one closes it. A lock would be held for ever in
+        # the child of a fork that came at the wrong moment.
+        with contextlib.suppress(IndexError):
+            os.close(self._descriptors.pop())

@@ -165,7 +165,7 @@ class Supply:
     def forget_unlinked(self) -> None:
         """Others may have quarantined and dropped our shards; a mapping would keep their memory."""
         for slot_id, mapping in list(self._mappings.items()):
-            if mapping.is_unlinked() and mapping.close():
+            if mapping.is_unlinked() and mapping.close() and self._mappings.get(slot_id) is mapping:
                 self._mappings.pop(slot_id, None)
 
     def drop_mapping(self, slot_id: int) -> None:

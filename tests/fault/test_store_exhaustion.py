@@ -98,6 +98,25 @@ def test_full_after_the_look(small):
         store.abandon(store.claim(2 * M))
 
 
+def test_hole_in_a_slot_of_a_full_mount(small):
+    """Somebody punched it; touched through a mapping it would be a SIGBUS."""
+    with SlotStore.open(small / "m", "job") as store:
+        store.abandon(store.claim(2 * M))
+        (path,) = (store.path / "pool").iterdir()
+        os.truncate(path, K)
+        os.truncate(path, 2 * M)
+        filler = os.open(small / "filler", os.O_RDWR | os.O_CREAT)
+        os.posix_fallocate(filler, 0, free_bytes(small))
+        with pytest.raises(NoSpaceError, match="No space left on device"):
+            store.claim(2 * M)
+        os.ftruncate(filler, 0)
+        os.close(filler)
+        slot = store.claim(2 * M)
+        slot.view[:] = b"x" * (2 * M)
+        store.abandon(slot)
+        assert store.check() == []
+
+
 def test_free_slots_are_given_up_first(small):
     with SlotStore.open(small / "m", "job") as store:
         sealed = seal_pattern(store, 1, 2 * M)

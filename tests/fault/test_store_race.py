@@ -211,6 +211,22 @@ def test_one_shard_sealed_by_two(memory_dir):
     assert sealed > 0
 
 
+def test_second_seal_of_one_shard_withdraws(memory_dir):
+    """It had looked before the first came, and was paused right before its rename."""
+    shard = ShardId(Generation(1, 2, 0, 1), 0, 1)
+    arm = "import os\nos.environ.update(FLASHCKPT_TESTING='1', FLASHCKPT_FAILPOINTS='before_rename_sealed=stop*1')\n"
+    with process(arm + SAME_SHARD, memory_dir) as late, SlotStore.open(memory_dir, "job") as store:
+        assert late.stdout.readline() == "ready\n"
+        late.stdin.write("\n")
+        late.stdin.flush()
+        os.waitid(os.P_PID, late.pid, os.WSTOPPED)
+        sealed = store.seal(store.claim(K), shard)
+        late.send_signal(signal.SIGCONT)
+        assert late.stdout.readline() == "refused\n"
+        assert store.scan() == (sealed,)
+        assert store.status().writing.files == 0
+
+
 def test_fences_written_by_many_end_in_the_newest(memory_dir):
     code = (
         "import random, sys\nfrom flashckpt.store.slots import SlotStore\nfrom flashckpt.types import Fence\n"
@@ -251,7 +267,7 @@ def test_threads_of_one_process(memory_dir):
 
         def work(number):
             try:
-                for round_number in range(40):
+                for round_number in range(200):
                     size = K * (1 + (number + round_number) % 3)
                     slot = store.claim(size)
                     slot.view[:] = bytes([number + 1]) * size
@@ -268,11 +284,14 @@ def test_threads_of_one_process(memory_dir):
             except BaseException as error:
                 failures.append(error)
 
+        switch_interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-6)  # threads take turns within a call, not just between calls
         threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
+        sys.setswitchinterval(switch_interval)
         assert failures == []
         assert store.check() == []
         assert store.status().pool.files <= 4 + 1
