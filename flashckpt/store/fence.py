@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import mmap
+import os
 import secrets
 import struct
 from typing import TYPE_CHECKING
@@ -70,7 +72,8 @@ def read_fence(directory: Directory) -> Fence | None:
                 _log.warning("fence record ignored: %s", error)
                 continue
             with open(fd, "rb") as file:
-                fence = decode_fence(file.read(RECORD_BYTES + 1), directory.job)
+                record = file.read(RECORD_BYTES + (not _is_paged(directory)))
+            fence = decode_fence(record, directory.job)
             if fence != named:
                 _log.warning("fence record %s/%s is torn or foreign; ignored", directory.path, name)
                 continue
@@ -89,8 +92,7 @@ def write_fence(directory: Directory, fence: Fence, writer: Owner) -> Fence:
     draft = fence_draft_name(writer, secrets.randbits(64))
     fd = directory.create_file(None, draft)
     try:
-        with open(fd, "wb") as file:
-            file.write(encode_fence(fence, directory.job))
+        _write_record(directory, fd, encode_fence(fence, directory.job))
         failpoint("mid_fence")
         directory.replace(draft, fence_name(fence))
     except BaseException:
@@ -102,6 +104,22 @@ def write_fence(directory: Directory, fence: Fence, writer: Owner) -> Fence:
         if in_force is not None and named != in_force and newer(named, in_force) == in_force:
             directory.remove(None, name)
     return fence if in_force is None else in_force
+
+
+def _is_paged(directory: Directory) -> bool:
+    """hugetlbfs knows no write(), and its files are whole pages."""
+    return directory.mount.fs_type == "hugetlbfs"
+
+
+def _write_record(directory: Directory, fd: int, record: bytes) -> None:
+    with open(fd, "wb") as file:
+        if not _is_paged(directory):
+            file.write(record)
+            return
+        page_bytes = os.fstatvfs(fd).f_bsize
+        os.posix_fallocate(fd, 0, page_bytes)  # ENOSPC here, not a SIGBUS below
+        with mmap.mmap(fd, page_bytes) as page:
+            page[: len(record)] = record
 
 
 def _records(directory: Directory) -> list[tuple[str, Fence]]:

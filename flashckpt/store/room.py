@@ -90,7 +90,8 @@ class RoomReader:
             mount_point=self._mount.mount_point,
             fs_total_bytes=total,
             fs_free_bytes=None if total is None else fs.f_bavail * fs.f_frsize,
-            fs_free_inodes=fs.f_favail if fs.f_files else None,
+            # hugetlbfs says "no limit" with the largest number, which arrives here as -1.
+            fs_free_inodes=fs.f_favail if fs.f_files > 0 else None,
             cgroup=None if pooled else read_cgroup(self._proc),
             memory_total_bytes=memory_total,
             memory_available_bytes=memory_available,
