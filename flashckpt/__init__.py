@@ -32,7 +32,7 @@ from flashckpt.errors import (
 from flashckpt.types import Generation, Level, Outcome
 
 if TYPE_CHECKING:
-    from flashckpt import dcp
+    import flashckpt.dcp as dcp  # noqa: PLR0402
     from flashckpt.checkpointer import Checkpointer
     from flashckpt.load.result import LoadResult
     from flashckpt.save.handle import SaveHandle

@@ -13,6 +13,10 @@ import re
 import signal
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 _SPEC = re.compile(r"(\w+)=(kill|stop|sleep|error)(?:\((\w[\w.]*)\))?(?:\*(\d+))?(?:@(\d+))?")
 
@@ -37,7 +41,17 @@ def parse(text: str) -> dict[str, _Armed]:
     return armed
 
 
-_armed = parse(os.environ.get("FLASHCKPT_FAILPOINTS", "")) if os.environ.get("FLASHCKPT_TESTING") == "1" else {}
+_armed: dict[str, _Armed] = {}
+
+
+def arm(environ: Mapping[str, str] = os.environ) -> None:
+    """Reads the environment; done once at import, and again by a test's child after its fork."""
+    _armed.clear()
+    if environ.get("FLASHCKPT_TESTING") == "1":
+        _armed.update(parse(environ.get("FLASHCKPT_FAILPOINTS", "")))
+
+
+arm()
 
 
 def failpoint(name: str) -> None:

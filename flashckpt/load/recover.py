@@ -140,7 +140,7 @@ class Recovery:
             saved = {fqn for fqn in attempt.saved_keys(rank, verify) if request.selects(fqn)}
             wanted = {fqn for fqn in (*flat.tensors, *flat.values) if request.selects(fqn)}
             keys, unexpected = wanted & saved, saved - wanted
-            missing = _missing(wanted - saved, flat, request, rank, attempt.world)
+            missing = _missing(wanted - saved, saved, flat, request, rank, attempt.world)
             transfers = plan([w for w in live.wants if w.fqn in keys], attempt.stored, rank, cast=request.cast)
             for fqn in flat.values:
                 found, value = attempt.value(fqn, rank, verify) if fqn in keys else (False, None)
@@ -225,8 +225,14 @@ class Recovery:
         )
 
 
-def _missing(absent: set[str], flat: Flat, request: Request, rank: int, saved_world: int) -> tuple[str, ...]:
+def _missing(
+    absent: set[str], saved: set[str], flat: Flat, request: Request, rank: int, saved_world: int
+) -> tuple[str, ...]:
     """Keys that keep their values; raises where that must not be."""
+    # An empty dict where the checkpoint has keys (a fresh optimizer's "state") is not a key of its own: the keys
+    # below it are the ones to speak of.
+    hollow = {fqn for fqn in absent if flat.values.get(fqn) == {} and any(key.startswith(fqn + ".") for key in saved)}
+    absent = absent - hollow
     # A rank that did not exist when the generation was saved has no per-rank state to get back.
     excused = {fqn for fqn in absent if fqn in flat.per_rank and rank >= saved_world}
     if excused:

@@ -212,7 +212,10 @@ def _aliases(tensors: list[Any]) -> list[int]:
     aliases = []
     for i, tensor in enumerate(tensors):
         local = _plain_local(tensor)
-        pointer = local.data_ptr() if local is not None else 0
+        try:
+            pointer = local.data_ptr() if local is not None else 0
+        except RuntimeError:  # no storage: describe() will say what is wrong with it
+            pointer = 0
         alias = first.setdefault(pointer, i) if pointer else i
         if alias != i and not _same(tensors[alias], tensor):
             alias = i

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from flashckpt.devices import as_bits
 from flashckpt.errors import ConfigError, StructureError, UnsupportedValueError
 from flashckpt.format.values import Blob, decode_values, encode_values
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from flashckpt.state.flatten import Flat, Path
 
 # Beside the user's keys; no flattened key begins with this character.
-_EXTRA, _PATHS, _PER_RANK = "\x1fextra", "\x1fpaths", "\x1fper_rank"
+_EXTRA, _PATHS, _PER_RANK, _TENSORS = "\x1fextra", "\x1fpaths", "\x1fper_rank", "\x1ftensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,37 +51,82 @@ def pack(flat: Flat, extra: Mapping[str, Any] | None, allow_torch_save: bool) ->
         packed[_EXTRA] = dict(extra)
     try:
         return encode_values(packed)
-    except UnsupportedValueError:
-        if not allow_torch_save:
-            raise
-    return encode_values({key: _encodable(value) for key, value in packed.items()})
+    except UnsupportedValueError as error:
+        # The rare cases, once the common one has failed: small tensors inside a value, and the opt-in.
+        return encode_values(_made_encodable(packed, allow_torch_save, error))
 
 
-def _encodable(value: Any) -> Any:
+def _made_encodable(packed: dict[str, Any], allow_torch_save: bool, error: UnsupportedValueError) -> dict[str, Any]:
+    result, with_tensors = {}, []
+    for key, value in packed.items():
+        result[key] = value
+        if _encodes(value):
+            continue
+        result[key] = _tensors_out(value)
+        if _encodes(result[key]):
+            with_tensors.append(key)
+        elif allow_torch_save:
+            check_torch_save_is_safe()
+            buffer = io.BytesIO()
+            torch.save(value, buffer)
+            result[key] = Blob(buffer.getvalue())
+        else:
+            raise error
+    return {**result, _TENSORS: with_tensors} if with_tensors else result
+
+
+def _encodes(value: Any) -> bool:
     try:
         encode_values({"": value})
     except UnsupportedValueError:
-        check_torch_save_is_safe()
-        buffer = io.BytesIO()
-        torch.save(value, buffer)
-        return Blob(buffer.getvalue())
-    return value
+        return False
+    return True
+
+
+def _tensors_out(value: Any) -> Any:
+    """Plain tensors that DCP left inside a tuple, as dtype, shape and bytes."""
+    if type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout == torch.strided:
+        data = value.detach().cpu().contiguous()
+        return {_TENSORS: (data.dtype, tuple(data.shape), as_bits(data).numpy().tobytes())}
+    if type(value) in (list, tuple):
+        return type(value)(map(_tensors_out, value))
+    return {key: _tensors_out(item) for key, item in value.items()} if type(value) is dict else value
+
+
+def _tensors_in(value: Any) -> Any:
+    if type(value) is dict and list(value) == [_TENSORS]:
+        dtype, shape, data = value[_TENSORS]
+        return (
+            torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape) if data else torch.empty(shape, dtype=dtype)
+        )
+    if type(value) in (list, tuple):
+        return type(value)(map(_tensors_in, value))
+    return {key: _tensors_in(item) for key, item in value.items()} if type(value) is dict else value
 
 
 def unpack(blob: bytes | bytearray) -> Values:
     """The inverse of `pack`; hostile bytes end in CorruptShardError."""
-    packed = {key: _decoded(value) for key, value in decode_values(memoryview(blob)).items()}
+    packed = {key: _decoded(key, value) for key, value in decode_values(memoryview(blob)).items()}
+    for key in packed.pop(_TENSORS, ()):
+        packed[key] = _tensors_in(packed[key])
     extra = packed.pop(_EXTRA, None)
     paths = packed.pop(_PATHS, {})
     per_rank = frozenset(packed.pop(_PER_RANK, ()))
     return Values(packed, paths, per_rank, extra)
 
 
-def _decoded(value: Any) -> Any:
+def _decoded(key: str, value: Any) -> Any:
     if not isinstance(value, Blob):
         return value
     check_torch_save_is_safe()
-    return torch.load(io.BytesIO(bytes(value)), weights_only=True)
+    try:
+        return torch.load(io.BytesIO(bytes(value)), weights_only=True)
+    except Exception as error:
+        raise UnsupportedValueError(
+            f"key {key!r}: expected a torch.save blob that loads with weights_only=True, found: {error}",
+            hint="save plain values, or declare the class with torch.serialization.add_safe_globals",
+            key=key,
+        ) from error
 
 
 def check_torch_save_is_safe() -> None:

@@ -47,7 +47,7 @@ def signature(tensor: Any) -> tuple[Any, ...]:
         return (tensor.dtype, spec.shape, spec.placements, id(spec.mesh), tensor._local_tensor.shape)
     if isinstance(tensor, ShardedTensor):
         shards = tuple((tuple(s.metadata.shard_offsets), tuple(s.metadata.shard_sizes)) for s in tensor.local_shards())
-        return (tensor.dtype, tensor.metadata().size, shards)
+        return (_dtype(tensor), tensor.metadata().size, shards)
     return (tensor.dtype, tensor.shape)
 
 
@@ -71,9 +71,9 @@ def local_parts(fqn: str, tensor: Any) -> list[torch.Tensor]:
 
 def describe(fqn: str, tensor: Any) -> TensorSpec:
     """The regions of one leaf. Raises UnsupportedValueError for what has no bytes of its own."""
-    dtype = str(tensor.dtype).removeprefix("torch.")
+    dtype = str(_dtype(tensor)).removeprefix("torch.")
     if dtype not in ITEMSIZE:
-        raise _unsupported(fqn, tensor, f"dtype {tensor.dtype}")
+        raise _unsupported(fqn, tensor, f"dtype {dtype}")
     if isinstance(tensor, ShardedTensor):
         return _describe_sharded(tensor, dtype)
     if tensor.layout != torch.strided:
@@ -88,6 +88,11 @@ def describe(fqn: str, tensor: Any) -> TensorSpec:
         boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks]
         return TensorSpec(dtype, shape, _whole_parts(boxes), holders=())
     return TensorSpec(dtype, shape, _whole_parts([Box((0,) * len(shape), shape)]), holders=None)
+
+
+def _dtype(tensor: Any) -> torch.dtype:
+    # Asking a ShardedTensor for its dtype itself logs that the class is deprecated, at every save.
+    return tensor.metadata().tensor_properties.dtype if isinstance(tensor, ShardedTensor) else tensor.dtype
 
 
 def _describe_sharded(tensor: ShardedTensor, dtype: str) -> TensorSpec:

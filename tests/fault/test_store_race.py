@@ -294,6 +294,6 @@ def test_threads_of_one_process(memory_dir):
         sys.setswitchinterval(switch_interval)
         assert failures == []
         assert store.check() == []
-        assert store.status().pool.files <= 4 + 1
+        assert store.status().pool.files <= 5, "who loses a race looks again instead of making a file"
         with pytest.raises(ConflictError):
             store.abandon(store.seal(store.claim(K), ShardId(Generation(9, 9, 9, 9), 0, 1)))

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -59,8 +60,11 @@ def test_an_interrupted_demo_leaves_nothing_behind(parent, number):
     with start(parent, "--ranks", "1") as process:
         assert process.stderr is not None
         assert "1/3" in process.stderr.readline()
-        while not (below := descendants(process.pid)):
+        # The job's memory directory is there: torchrun and a rank are running.
+        while not list(parent.glob("flashckpt-demo-*/undisturbed/demo")):
             assert process.poll() is None
+            time.sleep(0.05)
+        assert len(below := descendants(process.pid)) >= 2
         process.send_signal(number)
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors

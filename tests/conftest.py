@@ -1,0 +1,71 @@
+"""Fixtures that every kind of test shares: a memory directory of its own, and processes that end with the test."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def memory_dir():
+    path = tempfile.mkdtemp(prefix="flashckpt-test-", dir="/dev/shm")
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def environment(**extra):
+    """Of a test's child: ours, importable from anywhere, without a setting that the outer shell may have."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("FLASHCKPT_")}
+    return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **extra}
+
+
+def torchrun(ranks, script, *arguments, timeout=240, **extra):
+    """Runs a script on `ranks` real trainers; the whole process group is gone when this returns."""
+    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={ranks}", str(script), *map(str, arguments)]
+    child = subprocess.Popen(
+        command,
+        env=environment(**extra),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = child.communicate(timeout=timeout)
+    finally:
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+    return child.returncode, output
+
+
+def run_python(code, *arguments, timeout=120, **extra):
+    """Runs a snippet in a fresh interpreter."""
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        env=environment(**extra),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+@pytest.fixture(name="torchrun")
+def _torchrun():
+    return torchrun
+
+
+@pytest.fixture(name="run_python")
+def _run_python():
+    return run_python

@@ -1,0 +1,167 @@
+"""A process that has imported torch once and forks jobs of a few ranks from it: a job costs a fork, not an import.
+
+Reads one JSON request a line ({"ranks", "environment", "task", "arguments"}), answers with one JSON line
+({"codes", "outputs"}). Like a launcher, it kills a job's other ranks as soon as one of them has died.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import flashckpt
+import flashckpt.dcp
+import flashckpt.failpoints
+
+
+@functools.cache
+def whole_mesh():
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def state_at(step, scale):
+    """The whole state as a function of the step, in layouts that exercise sharing, sharding and values."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    rank, mesh = dist.get_rank(), whole_mesh()
+    matrix = torch.randn(64 * scale, 96, generator=generator)
+    return {
+        "sharded": distribute_tensor(matrix, mesh, [Shard(0)], src_data_rank=None),
+        "replicated": distribute_tensor(
+            torch.randn(33, 7, generator=generator), mesh, [Replicate()], src_data_rank=None
+        ),
+        "plain": {f"p{i}": torch.randn(10 + i, generator=generator) for i in range(8)},
+        "transposed": torch.randn(32, 20, generator=generator).t(),
+        "own": flashckpt.PerRank({"noise": torch.full((5,), float(rank * 1000 + step))}),
+        "step": step,
+        "history": list(range(step)),
+    }
+
+
+def equal(a, b):
+    if isinstance(a, flashckpt.PerRank):
+        return equal(a.value, b.value)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, DTensor):
+        return torch.equal(a.to_local(), b.to_local())
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    return a == b
+
+
+def work(memory_dir, first, steps, scale=1, via_dcp=False, timeout=20, check=True, allow_fresh=False):
+    """Resumes if it can, proves that what it got is exactly one step's state, and goes on saving."""
+    config = flashckpt.CheckpointConfig(job="work", memory_dir=memory_dir, save_timeout=timeout, start_timeout=60)
+    with flashckpt.Checkpointer(config) as checkpointer:
+        state = state_at(0, scale)
+        resumed = checkpointer.load(state, allow_fresh=allow_fresh)
+        if resumed is not None:
+            print("resumed", resumed.step, flush=True)
+            if not equal(state, state_at(resumed.step, scale)):
+                raise SystemExit(f"what was loaded is not the state of step {resumed.step}")
+        start = resumed.step + 1 if resumed else first
+        for step in range(start, steps + 1):
+            state = state_at(step, scale)
+            if via_dcp:
+                state.pop("own")
+                dcp.save(state, checkpoint_id=f"step-{step}", storage_writer=flashckpt.dcp.FlashWriter(checkpointer))
+                print("saved", step, "ok", flush=True)
+            else:
+                handle = checkpointer.save(step, state)
+                print("saved", step, handle.outcome, handle.reason.replace("\n", " "), flush=True)
+            # What the caller does to its tensors after save() must not show.
+            state["plain"]["p0"].fill_(-1.0)
+            dist.barrier()
+        if check and dist.get_rank() == 0:
+            problems = checkpointer.store.check()
+            if problems:
+                raise SystemExit("; ".join(problems))
+        dist.barrier()
+
+
+TASKS = {"work": work}
+
+
+def child(rank, request, store, out):
+    os.setpgid(0, 0)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    os.environ.update(request["environment"])
+    only = request.get("only_rank")
+    if only is None or only == rank:
+        flashckpt.failpoints.arm()
+    torch.set_num_threads(1)
+    code = 1
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=request["ranks"])
+        TASKS[request["task"]](**request["arguments"])
+        dist.destroy_process_group()
+        code = 0
+    except SystemExit as error:
+        print("exit", error, flush=True)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def run(request):
+    with tempfile.TemporaryDirectory() as folder:
+        outs = [os.open(f"{folder}/{rank}", os.O_RDWR | os.O_CREAT) for rank in range(request["ranks"])]
+        children = []
+        for rank, out in enumerate(outs):
+            pid = os.fork()
+            if pid == 0:
+                child(rank, request, f"{folder}/store", out)
+            children.append(pid)
+        codes = wait_all(children, request)
+        outputs = []
+        for rank, out in enumerate(outs):
+            os.close(out)
+            with open(f"{folder}/{rank}", errors="replace") as file:
+                outputs.append(file.read())
+        return {"codes": codes, "outputs": outputs}
+
+
+def wait_all(children, request):
+    codes = {}
+    deadline = time.monotonic() + request.get("timeout", 90)
+    kill_at = time.monotonic() + request["kill_after"] if "kill_after" in request else None
+    while len(codes) < len(children):
+        for pid in children:
+            if pid not in codes:
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    codes[pid] = os.waitstatus_to_exitcode(status)
+        late = time.monotonic() > deadline
+        if late or any(codes.values()) or (kill_at is not None and time.monotonic() > kill_at):
+            for pid in children:
+                if pid not in codes:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+        time.sleep(0.002)
+    return [codes[pid] for pid in children]
+
+
+def main():
+    for line in sys.stdin:
+        print(json.dumps(run(json.loads(line))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

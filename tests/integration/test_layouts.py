@@ -1,0 +1,37 @@
+"""Every layout, saved at one world size and loaded at every other, through our API and through DCP."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+
+WORKER = Path(__file__).parent / "layout_worker.py"
+WORLDS = (1, 2, 3, 4)
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def saved(request):
+    """A memory directory that holds what each world size saved."""
+    from tests.conftest import torchrun
+
+    path = tempfile.mkdtemp(prefix="flashckpt-test-", dir="/dev/shm")
+    try:
+        for world in WORLDS:
+            code, output = torchrun(world, WORKER, "save", path)
+            assert code == 0, output
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_load_at(world, saved, memory_dir, torchrun):
+    # A copy, because a load puts up a fence.
+    shutil.copytree(saved, memory_dir, dirs_exist_ok=True)
+    code, output = torchrun(world, WORKER, "load", memory_dir, *WORLDS)
+    assert code == 0, output

@@ -1,0 +1,85 @@
+"""Which generations may go: never the newest whole one, whatever the ranks have sealed so far."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashckpt.errors import AmbiguousHistoryError
+from flashckpt.load.choose import choose
+from flashckpt.load.inventory import Inventory, decode, encode, merge
+from flashckpt.save.retention import State, age_order, judge, releasable
+from flashckpt.types import Fence, Generation, Launch, ShardId
+
+WORLD = 3
+generations = st.builds(
+    Generation, epoch=st.integers(1, 3), nonce=st.just(7), step=st.integers(0, 5), seq=st.integers(1, 4)
+)
+shards = st.builds(ShardId, generation=generations, rank=st.integers(0, WORLD - 1), world=st.just(WORLD))
+tags = st.dictionaries(shards, st.sampled_from([5, 5, 5, 6]), max_size=40)
+fences = st.none() | st.builds(Fence, step=st.integers(-1, 5), epoch=st.integers(1, 4), nonce=st.just(1))
+launches = st.none() | st.builds(Launch, epoch=st.integers(1, 3), nonce=st.just(7))
+
+
+@given(tags, launches, fences, st.sets(generations, max_size=3))
+def test_the_newest_complete_one_is_never_released(tags, launch, fence, voids):
+    verdicts = judge(tags, launch, fence, voids)
+    free = releasable(verdicts)
+    complete = [g for g, verdict in verdicts.items() if verdict.state is State.COMPLETE]
+    for g in complete:
+        ranks = {shard.rank for shard in tags if shard.generation == g}
+        assert ranks == set(range(WORLD))
+        assert fence is None or not fence.kills(g)
+    if complete:
+        newest = max(complete, key=age_order)
+        assert newest not in free
+        assert all(age_order(g) >= age_order(newest) or g in free for g in verdicts)
+    # What this launch may still complete stays, unless something newer is whole.
+    for g, verdict in verdicts.items():
+        if verdict.state is State.PENDING and g in free:
+            assert complete
+            assert age_order(g) < max(map(age_order, complete))
+
+
+@given(tags, fences)
+def test_choice_and_retention_agree(tags, fence):
+    """What retention keeps as newest is what a load would choose first."""
+    inventory = Inventory(tags, fence)
+    try:
+        choice = choose(inventory, None)
+    except AmbiguousHistoryError:
+        return
+    complete = [g for g, v in judge(tags, None, fence).items() if v.state is State.COMPLETE]
+    assert sorted(choice.candidates, key=age_order) == sorted(complete, key=age_order)
+    assert list(choice.candidates) == sorted(complete, key=age_order, reverse=True)
+    assert {g for g, _ in choice.passed_over} | set(choice.candidates) == {shard.generation for shard in tags}
+
+
+@given(tags, fences, st.integers(0, 9))
+def test_inventory_round_trip(tags, fence, quarantined):
+    inventory = Inventory(tags, fence, quarantined)
+    assert decode(encode(inventory)) == inventory
+    merged = merge([inventory, Inventory({}, Fence(0, 99, 1))])
+    assert merged.fence == Fence(0, 99, 1)
+    assert merged.tags == tags
+
+
+def test_half_a_generation_of_this_launch_is_pending_until_a_rank_goes_on():
+    launch = Launch(epoch=2, nonce=7)
+    first, second = Generation(2, 7, 1, 1), Generation(2, 7, 2, 2)
+    half = {ShardId(first, 0, 2): 0}
+    assert judge(half, launch, None)[first].state is State.PENDING
+    assert judge(half, launch, None, voids={first})[first].state is State.DEAD
+    assert judge(half, None, None)[first].state is State.DEAD
+    went_on = {**half, ShardId(second, 1, 2): 0}
+    verdicts = judge(went_on, launch, None)
+    assert verdicts[first].state is State.DEAD
+    assert "went on" in verdicts[first].reason
+    assert verdicts[second].state is State.PENDING
+
+
+def test_ranks_that_share_different_tensors_disagree():
+    generation = Generation(2, 7, 1, 1)
+    tags = {ShardId(generation, 0, 2): 11, ShardId(generation, 1, 2): 12}
+    assert judge(tags, Launch(2, 7), None)[generation].state is State.DISAGREES
+    assert releasable(judge(tags, Launch(2, 7), None)) == {generation}

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import pytest
+
+from flashckpt.config import CheckpointConfig, resolve
+from flashckpt.errors import ConfigError
+
+
+def test_the_contract_example_is_accepted():
+    config = CheckpointConfig(
+        job="run1",
+        memory_dir="/dev/shm/flashckpt",
+        persist_dir="/data/run1",
+        interval=10,
+        persist_interval=500,
+        replicas=1,
+    )
+    assert resolve(config, {}).job == "run1"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("interval", 0),
+        ("interval", True),
+        ("interval", 1.5),
+        ("replicas", -1),
+        ("slots_per_rank", 1),
+        ("threads", 0),
+        ("memory_budget_bytes", -5),
+        ("save_timeout", 0),
+        ("on_busy", "explode"),
+        ("on_save_error", ""),
+        ("job", ""),
+        ("job", "x" * 257),
+    ],
+)
+def test_bad_values_are_refused_by_name(field, value):
+    with pytest.raises(ConfigError, match=field):
+        CheckpointConfig(**{field: value})
+
+
+def test_two_persist_intervals_are_refused():
+    with pytest.raises(ConfigError, match="found both"):
+        CheckpointConfig(persist_interval=5, persist_interval_minutes=5)
+
+
+def test_unknown_settings_are_refused():
+    with pytest.raises(ConfigError, match="'intervall'") as caught:
+        CheckpointConfig.from_dict({"intervall": 5})
+    assert "interval" in caught.value.hint
+
+
+def test_argument_beats_environment_beats_default():
+    environ = {"FLASHCKPT_JOB": "env", "FLASHCKPT_MEMORY_DIR": "/env", "FLASHCKPT_NODE_ID": "n7"}
+    settings = resolve(CheckpointConfig(job="arg"), environ)
+    assert (settings.job, settings.memory_dir, settings.node_id) == ("arg", "/env", "n7")
+    assert resolve(CheckpointConfig(job="arg", memory_dir="/arg"), environ).memory_dir == "/arg"
+    assert resolve(CheckpointConfig(job="arg"), {}).memory_dir == "/dev/shm/flashckpt"
+
+
+@pytest.mark.parametrize(
+    ("environ", "job"),
+    [
+        ({"SLURM_JOB_ID": "42"}, "slurm-42"),
+        ({"TORCHELASTIC_RUN_ID": "myrun"}, "torchelastic-myrun"),
+        ({"SLURM_JOB_ID": "42", "FLASHCKPT_JOB": "named"}, "named"),
+    ],
+)
+def test_job_from_the_launcher(environ, job):
+    assert resolve(CheckpointConfig(), environ).job == job
+
+
+@pytest.mark.parametrize("run_id", ["none", "", "5f3e8d1c-2d2b-4b59-9c3e-0f4b5a6c7d8e"])
+def test_a_run_id_that_does_not_stick_is_no_job_name(run_id):
+    with pytest.raises(ConfigError, match="no job name"):
+        resolve(CheckpointConfig(), {"TORCHELASTIC_RUN_ID": run_id})
+
+
+def test_persist_dir_names_the_job_at_last():
+    a, b = (resolve(CheckpointConfig(persist_dir=path), {}).job for path in ("/data/a", "/data/b"))
+    assert a != b
+    assert a.startswith("dir-")
+
+
+def test_disable_wins_over_everything():
+    assert resolve(CheckpointConfig(job="x"), {"FLASHCKPT_DISABLE": "1"}).disabled
+    assert not resolve(CheckpointConfig(job="x"), {"FLASHCKPT_DISABLE": "0"}).disabled

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import copy
+import pickle
+
+import flashckpt
+from flashckpt import errors
+
+
+def tree(cls=errors.FlashError):
+    for child in cls.__subclasses__():
+        yield child
+        yield from tree(child)
+
+
+def test_every_error_survives_the_way_between_processes():
+    for cls in tree():
+        error = cls("expected a, found b", hint="do c", step=7)
+        for other in (pickle.loads(pickle.dumps(error)), copy.deepcopy(error)):
+            assert type(other) is cls
+            assert str(other) == str(error)
+            assert (other.step, other.hint, other.message) == (7, "do c", "expected a, found b")
+
+
+def test_codes_are_unique_and_shown():
+    codes = [cls.code for cls in tree()]
+    assert len(set(codes)) == len(codes)
+    for cls in tree():
+        assert str(cls("text")).startswith(f"[{cls.code}] text")
+        assert issubclass(cls, Exception)
+        assert cls.__doc__
+
+
+def test_every_error_a_user_can_meet_is_public():
+    internal = {"UncoveredError"}
+    assert {cls.__name__ for cls in tree()} - internal <= set(flashckpt.__all__)
+
+
+def test_an_unknown_field_is_an_attribute_error():
+    assert not hasattr(errors.NoSpaceError("x"), "step")

@@ -1,0 +1,112 @@
+"""The shape of the project: what imports what, and which names are public."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import flashckpt
+
+ROOT = Path(flashckpt.__file__).parent
+
+# package or module of flashckpt → what it may import from outside the standard library and flashckpt's base.
+# A new edge here is a decision, not an accident.
+OUTSIDE = {
+    "state": {"torch", "format"},
+    "save": {"torch", "state", "format", "store", "native"},
+    "load": {"torch", "numpy", "state", "format", "store", "native", "save"},
+    "checkpointer": {"torch", "state", "save", "load", "store"},
+    "dcp": {"torch", "checkpointer", "state", "save", "load", "format", "store"},
+    "devices": {"torch"},
+    "group": {"torch"},
+    "launch": set(),
+    "topology": set(),
+    "format": {"google", "numpy", "torch", "native", "v1"},  # torch and numpy only inside functions: see below
+    "store": {"native"},
+    "native": {"numpy"},
+    "config": set(),
+    "errors": set(),
+    "types": set(),
+    "failpoints": set(),
+    "cli": {"click", "rich", "demo", "format", "store", "save", "native", "bench", "load"},
+    "demo": {"torch", "rich", "checkpointer", "store"},
+}
+BASE = {"config", "errors", "types", "failpoints", "topology", "launch", "group", "devices"}
+PURE = [
+    "save/dedup.py",
+    "save/retention.py",
+    "load/choose.py",
+    "load/cover.py",
+    "load/plan.py",
+    "load/inventory.py",
+    "topology.py",
+]
+
+
+def imports(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def outside(path):
+    """Top-level packages, or first-level modules of flashckpt, that a file imports."""
+    found = set()
+    for name in imports(path):
+        parts = name.split(".")
+        if parts[0] == "flashckpt":
+            if len(parts) > 1 and ((ROOT / parts[1]).is_dir() or (ROOT / f"{parts[1]}.py").exists()):
+                found.add(parts[1])
+        elif parts[0] not in sys.stdlib_module_names | {"typing_extensions"}:
+            found.add(parts[0])
+    return found
+
+
+def test_layers():
+    for path in sorted(ROOT.rglob("*.py")):
+        part = path.relative_to(ROOT).parts[0].removesuffix(".py")
+        if part in ("__init__", "v1"):
+            continue
+        extra = outside(path) - BASE - {part} - OUTSIDE[part]
+        assert not extra, f"{path.relative_to(ROOT)} imports {sorted(extra)}: a new edge between layers"
+
+
+def test_decisions_are_pure():
+    for name in PURE:
+        used = outside(ROOT / name) & {"torch", "store", "native", "group", "devices"}
+        standard = {n.split(".")[0] for n in imports(ROOT / name)} & {
+            "os",
+            "time",
+            "random",
+            "secrets",
+            "socket",
+            "threading",
+        }
+        assert not used | standard, f"{name} is a decision, but imports {sorted(used | standard)}"
+
+
+def test_public_names():
+    assert sorted(flashckpt.__all__) == flashckpt.__all__
+    for name in flashckpt.__all__:
+        assert getattr(flashckpt, name) is not None
+    assert set(flashckpt.__all__) == {
+        *("AmbiguousHistoryError", "BusyError", "CheckpointConfig", "Checkpointer", "ClosedError", "ConfigError"),
+        *("ConflictError", "CorruptShardError", "DeadlineError", "FencedError", "FlashError", "Generation"),
+        *("IncompatibleError", "InternalError", "Level", "LoadResult", "MissingKeyError", "NoSpaceError"),
+        *("NotFoundError", "Outcome", "PerRank", "SaveHandle", "StructureError", "UnsafeDirectoryError"),
+        *("UnsupportedValueError", "UnusableError", "dcp"),
+    }
+
+
+def test_importing_the_store_and_the_format_takes_neither_torch_nor_numpy():
+    code = (
+        "import sys, flashckpt, flashckpt.store.slots, flashckpt.format.shard, flashckpt.format.values\n"
+        "sys.exit(' '.join({'torch', 'numpy', 'grpc', 'rich', 'fsspec'} & set(sys.modules)) or 0)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT.parent, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
