@@ -49,9 +49,7 @@ def _choose() -> tuple[ModuleType, bool]:
             return _core, True
     from flashckpt.native import twin
 
-    _log.warning(
-        "using the Python implementation of the native core, which is hundreds of times slower: %s", reason
-    )
+    _log.warning("using the Python implementation of the native core, which is hundreds of times slower: %s", reason)
     return twin, False
 
 

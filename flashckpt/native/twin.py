@@ -53,10 +53,7 @@ def scatter_copy(destination: Buffer, pieces: Buffer, chunk_bytes: int, threads:
             ctypes.memmove(start + offset, source, count)
         covered = offset + count
     to[covered:] = 0
-    return b"".join(
-        (_update(_MASK, to[begin:end]) ^ _MASK).to_bytes(4, "little")
-        for begin, end in _chunks(length, chunk_bytes)
-    )
+    return _chunk_crcs(to, chunk_bytes).astype("<u4").tobytes()
 
 
 def gather_read(
@@ -104,11 +101,7 @@ def verify_chunks(data: Buffer, chunk_bytes: int, chunk_crcs: Buffer, threads: i
     view = _bytes_of("data", data)
     crcs = _crcs("chunk_crcs", chunk_crcs)
     _check_chunking(len(view), chunk_bytes, len(crcs), threads)
-    return [
-        index
-        for index, (begin, end) in enumerate(_chunks(len(view), chunk_bytes))
-        if _update(_MASK, view[begin:end]) ^ _MASK != crcs[index]
-    ]
+    return [index for index, crc in enumerate(_chunk_crcs(view, chunk_bytes).tolist()) if crc != crcs[index]]
 
 
 def verify_file(
@@ -168,15 +161,6 @@ def _multiply(a: int, b: int) -> int:
     return product
 
 
-def _multiply_all(a: int, b: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    product = np.zeros_like(b)
-    for bit in range(31, -1, -1):
-        if a >> bit & 1:
-            product ^= b
-        b = np.where(b & 1, (b >> 1) ^ np.uint32(_POLYNOMIAL), b >> 1).astype(np.uint32)
-    return product
-
-
 @lru_cache(maxsize=256)
 def _zero_bytes_factor(count: int) -> int:
     """x^(8 * count): what a state is multiplied by when `count` zero bytes follow."""
@@ -203,28 +187,61 @@ _TABLE = _make_table()
 _TABLE_ARRAY = np.array(_TABLE, dtype=np.uint32)
 
 
+@lru_cache(maxsize=64)
+def _shift_tables(count: int) -> NDArray[np.uint32]:
+    """What each of a state's four bytes becomes when `count` zero bytes follow."""
+    powers = [_zero_bytes_factor(count)]  # the factor times x^0 … x^31, which is where bits 31 … 0 go
+    for _ in range(31):
+        powers.append(_times_x(powers[-1]))
+    tables = np.zeros((4, 256), dtype=np.uint32)
+    for bit in range(32):
+        chosen = (np.arange(256) >> bit % 8 & 1).astype(bool)
+        tables[bit // 8, chosen] ^= np.uint32(powers[31 - bit])
+    return tables
+
+
+def _shift(states: NDArray[np.uint32], count: int) -> NDArray[np.uint32]:
+    tables = _shift_tables(count)
+    shifted: NDArray[np.uint32] = tables[0, states & 0xFF] ^ tables[1, states >> 8 & 0xFF]
+    shifted ^= tables[2, states >> 16 & 0xFF] ^ tables[3, states >> 24]
+    return shifted
+
+
+def _advance(states: NDArray[np.uint32], rows: NDArray[np.uint8]) -> NDArray[np.uint32]:
+    """Each state after its own row of bytes; all rows advance by a byte per step."""
+    for column in np.ascontiguousarray(rows.T):
+        states = (states >> 8) ^ _TABLE_ARRAY[(states ^ column) & 0xFF]
+    return states
+
+
 def _update(state: int, data: NDArray[np.uint8]) -> int:
     if len(data) >= 1024:
-        # As many rows as columns, roughly: all rows advance by a byte per step, then are joined in pairs.
-        lanes = 1 << (len(data).bit_length() // 2 + 1)
+        # As many rows as columns, roughly, joined in pairs.
+        lanes = 1 << len(data).bit_length() // 2
         width = len(data) // lanes
-        state = _update_lanes(state, data[: lanes * width].reshape(lanes, width))
+        states = np.zeros(lanes, dtype=np.uint32)
+        states[0] = state
+        states = _advance(states, data[: lanes * width].reshape(lanes, width))
         data = data[lanes * width :]
+        while len(states) > 1:
+            states = _shift(states[::2], width) ^ states[1::2]
+            width *= 2
+        state = int(states[0])
     for byte in data.tolist():
         state = (state >> 8) ^ _TABLE[(state ^ byte) & 0xFF]
     return state
 
 
-def _update_lanes(state: int, rows: NDArray[np.uint8]) -> int:
-    lanes, width = rows.shape
-    states = np.zeros(lanes, dtype=np.uint32)
-    states[0] = state
-    for column in np.ascontiguousarray(rows.T):
-        states = (states >> 8) ^ _TABLE_ARRAY[(states ^ column) & 0xFF]
-    while len(states) > 1:
-        states = _multiply_all(_zero_bytes_factor(width), states[::2]) ^ states[1::2]
-        width *= 2
-    return int(states[0])
+def _chunk_crcs(data: NDArray[np.uint8], chunk_bytes: int) -> NDArray[np.uint32]:
+    whole = len(data) // chunk_bytes
+    if whole > chunk_bytes // 64:  # many small chunks: side by side instead of one after another
+        rows = data[: whole * chunk_bytes].reshape(whole, chunk_bytes)
+        states = _advance(np.full(whole, _MASK, dtype=np.uint32), rows).tolist()
+    else:
+        states = [_update(_MASK, data[i * chunk_bytes : (i + 1) * chunk_bytes]) for i in range(whole)]
+    if whole * chunk_bytes < len(data):
+        states.append(_update(_MASK, data[whole * chunk_bytes :]))
+    return np.array(states, dtype=np.uint32) ^ np.uint32(_MASK)
 
 
 # --- buffers, files, pages ----------------------------------------------------------------------------------
@@ -333,8 +350,7 @@ def _check_chunking(length: int, chunk_bytes: int, crc_count: int | None, thread
     chunks = -(-length // chunk_bytes)
     if crc_count is not None and crc_count != chunks:
         raise ValueError(
-            f"expected {chunks} chunk checksums for {length} bytes in chunks of {chunk_bytes}, "
-            f"found {crc_count}"
+            f"expected {chunks} chunk checksums for {length} bytes in chunks of {chunk_bytes}, found {crc_count}"
         )
 
 
@@ -365,13 +381,11 @@ def _check_scatter_pieces(triples: list[tuple[int, int, int]], destination_lengt
             )
         if source + length > _INT64_MAX:
             raise ValueError(
-                f"piece {i}: expected source within the address space, "
-                f"found address {source} and length {length}"
+                f"piece {i}: expected source within the address space, found address {source} and length {length}"
             )
         if offset < previous_end:
             raise ValueError(
-                f"piece {i}: expected destination offset >= {previous_end} (sorted, not overlapping), "
-                f"found {offset}"
+                f"piece {i}: expected destination offset >= {previous_end} (sorted, not overlapping), found {offset}"
             )
         previous_end = offset + length
 
@@ -386,11 +400,9 @@ def _check_gather_pieces(triples: list[tuple[int, int, int]], data_length: int) 
             raise ValueError(f"piece {i}: expected destination address > 0, found {address}")
         if source + length > data_length:
             raise ValueError(
-                f"piece {i}: expected source within {data_length} bytes, "
-                f"found offset {source} and length {length}"
+                f"piece {i}: expected source within {data_length} bytes, found offset {source} and length {length}"
             )
         if address + length > _INT64_MAX:
             raise ValueError(
-                f"piece {i}: expected destination within the address space, "
-                f"found address {address} and length {length}"
+                f"piece {i}: expected destination within the address space, found address {address} and length {length}"
             )
