@@ -6,6 +6,7 @@ alike; only then its mapping in this process is touched.
 
 from __future__ import annotations
 
+import enum
 import errno
 import mmap
 import os
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 _GRANULE_BYTES = 64 << 10
 # Nothing of the format lies before its preamble, which fits in here: zeroed, the file is no shard any more.
 _PREAMBLE_BYTES = 64
+# So often is the pool looked at again after a lost race, before a new file is made: memory that a neighbour is
+# about to give back should not be allocated twice.
+_LOOKS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,12 @@ class _Candidate:
     @property
     def name(self) -> str:
         return slot_name(self.slot_id, self.writer)
+
+
+class _Outcome(enum.Enum):
+    TAKEN = enum.auto()
+    GONE = enum.auto()  # somebody was quicker
+    IN_USE = enum.auto()  # our own mapping of it would have to go, and can't
 
 
 class Supply:
@@ -81,11 +91,17 @@ class Supply:
             exact = candidate.size_bytes == size_bytes
             return not (own and exact), not own, abs(candidate.size_bytes - size_bytes)
 
-        for candidate in sorted(self._claimable(), key=preference):
-            if self._take_from_pool(candidate, keep_mapping=candidate.size_bytes == size_bytes):
-                taken = Taken(candidate.slot_id, candidate.writer)
-                self._pass_failpoint("after_take", taken)
-                return taken
+        for _ in range(_LOOKS):
+            candidates, raced = self._claimable()
+            for candidate in sorted(candidates, key=preference):
+                outcome = self._take_from_pool(candidate, keep_mapping=candidate.size_bytes == size_bytes)
+                if outcome is _Outcome.TAKEN:
+                    taken = Taken(candidate.slot_id, candidate.writer)
+                    self._pass_failpoint("after_take", taken)
+                    return taken
+                raced |= outcome is _Outcome.GONE
+            if not raced:
+                break
         taken = Taken(secrets.randbits(64), None)
         try:
             os.close(self._directory.create_file(State.WRITING, self._name(taken.slot_id)))
@@ -158,7 +174,8 @@ class Supply:
             os.close(fd)
 
     def remove_own_pool(self) -> None:
-        for candidate in self._claimable():
+        candidates, _ = self._claimable()
+        for candidate in candidates:
             if candidate.writer == self._owner:
                 self._directory.remove(State.POOL, candidate.name)
 
@@ -204,8 +221,9 @@ class Supply:
             self.put_back(taken)
             raise
 
-    def _claimable(self) -> list[_Candidate]:
-        """Free slots of this process and of processes that have exited."""
+    def _claimable(self) -> tuple[list[_Candidate], bool]:
+        """Free slots of this process and of processes that have exited; and whether one went meanwhile."""
+        raced = False
         dead: dict[Owner, bool] = {self._owner: True}
         candidates = []
         for name in self._directory.names(State.POOL):
@@ -218,24 +236,25 @@ class Supply:
             if not dead[parsed.writer]:
                 continue  # it may have the slot mapped still, and wake up
             found = self._directory.stat(State.POOL, name)
-            if found is not None:
+            if found is None:
+                raced = True
+            else:
                 candidates.append(_Candidate(parsed.slot_id, parsed.writer, found.st_size))
-        return candidates
+        return candidates, raced
 
-    def _take_from_pool(self, candidate: _Candidate, *, keep_mapping: bool) -> bool:
-        """False where somebody was quicker, or our own mapping of it is in use and would have to go."""
+    def _take_from_pool(self, candidate: _Candidate, *, keep_mapping: bool) -> _Outcome:
         writing_name = self._name(candidate.slot_id)
         if not self._directory.move(State.POOL, candidate.name, State.WRITING, writing_name):
-            return False
+            return _Outcome.GONE
         mapping = self._mappings.get(candidate.slot_id)
         if mapping is None or keep_mapping:
-            return True
+            return _Outcome.TAKEN
         if mapping.close():
             del self._mappings[candidate.slot_id]
-            return True
+            return _Outcome.TAKEN
         # Somebody still holds a buffer over it. Cut short, that buffer would be a SIGBUS.
         self._directory.move(State.WRITING, writing_name, State.POOL, candidate.name)
-        return False
+        return _Outcome.IN_USE
 
     def _resize(self, fd: int, found: os.stat_result, size_bytes: int, slot_id: int) -> None:
         if found.st_size > size_bytes:
@@ -257,8 +276,9 @@ class Supply:
         def preference(candidate: _Candidate) -> tuple[bool, int]:
             return candidate.writer == self._owner, -candidate.size_bytes
 
-        for candidate in sorted(self._claimable(), key=preference):
-            if candidate.size_bytes and self._take_from_pool(candidate, keep_mapping=False):
+        candidates, _ = self._claimable()
+        for candidate in sorted(candidates, key=preference):
+            if candidate.size_bytes and self._take_from_pool(candidate, keep_mapping=False) is _Outcome.TAKEN:
                 self._directory.remove(State.WRITING, self._name(candidate.slot_id))
                 return True
         return False
