@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -22,5 +23,7 @@ def command(arguments: tuple[str, ...]) -> None:
         note("the benchmarks are not part of the installed package")
         note("hint: get the source tree of flashckpt and run `make bench` in it")
         sys.exit(NOTHING_FOUND)
-    # Where the benchmarks are, not where the user is: a `bench` of his own must not be run instead.
-    sys.exit(subprocess.run([sys.executable, "-m", "bench", *arguments], cwd=_ROOT, check=False).returncode)
+    # -P: a `bench` in the user's directory must not be run instead. Files he names are still his.
+    path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-P", "-m", "bench", *arguments]
+    sys.exit(subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=False).returncode)
