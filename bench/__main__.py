@@ -20,7 +20,7 @@ from bench.report import Report, as_json, show
 from bench.rows import make_rows
 from bench.samples import Samples
 from bench.scratch import scratch_directory
-from bench.sections import Options, Run, count_steps, run_all
+from bench.sections import Options, Run, Section, plan_sections
 from bench.spec import parse_size
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ def _size(_: click.Context, __: click.Parameter, value: str | None) -> int | Non
 @click.option("--size", callback=_size, help="Bytes of the large state, e.g. 512M. Default 1G, with --quick 128M.")
 @click.option("--rounds", type=click.IntRange(1), help="Rounds of steady saves and loads. Default 9, with --quick 3.")
 @click.option("--quick", is_flag=True, help="A smaller state and fewer rounds: does it run, not how fast.")
+@click.option("--only", multiple=True, metavar="SECTION", help="Only sections whose name starts so; repeatable.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write every figure to this file.")
 @click.option("--text", "text_file", type=click.Path(path_type=Path), help="Write the tables to this file.")
 @click.option("--strict", is_flag=True, help="End with status 1 when a bar is missed.")
@@ -47,6 +48,7 @@ def main(
     size: int | None,
     rounds: int | None,
     quick: bool,
+    only: tuple[str, ...],
     json_file: Path | None,
     text_file: Path | None,
     strict: bool,
@@ -58,8 +60,11 @@ def main(
         first_rounds=2 if quick else 3,
         small_tensors=2_000 if quick else 20_000,
     )
+    sections = [one for one in plan_sections(options) if not only or one.name.startswith(only)]
+    if not sections:
+        raise click.BadParameter(f"no section starts with {' or '.join(only)}", param_hint="--only")
     try:
-        report = _measure(options, machine.describe())
+        report = _measure(options, sections, machine.describe())
     except BenchError as error:
         print(f"bench: {error}", file=sys.stderr)
         sys.exit(2)
@@ -74,7 +79,7 @@ def main(
     sys.exit(1 if strict and report.missed else 0)
 
 
-def _measure(options: Options, described: Machine) -> Report:
+def _measure(options: Options, sections: list[Section], described: Machine) -> Report:
     quietness = machine.Quietness()
     began = time.monotonic()
     samples = Samples()
@@ -83,12 +88,14 @@ def _measure(options: Options, described: Machine) -> Report:
         scratch_directory() as directory,
         Progress(*columns, console=Console(stderr=True), transient=True) as progress,
     ):
-        task = progress.add_task("starting", total=count_steps(options) + 1)
+        task = progress.add_task("starting", total=sum(section.steps for section in sections) + 1)
 
         def tell(doing: str) -> None:
             progress.update(task, advance=1, description=doing)
 
-        run_all(Run(options, directory, samples, tell))
+        run = Run(directory, samples, tell)
+        for section in sections:
+            section.measure(run)
     return Report(
         machine=described,
         options=options,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from bench.rows import Bar, Row, milliseconds
+from bench.samples import NotMeasuredError
 from bench.spec import format_size
 
 if TYPE_CHECKING:
@@ -61,10 +62,17 @@ def as_json(report: Report) -> dict[str, Any]:
 
 def show(report: Report, console: Console) -> None:
     _show_machine(report, console)
-    console.print(_table_of_rows("Bars", [row for row in report.rows if row.bar is not None], verdicts=True))
-    console.print(_table_of_rows("For comparison", [row for row in report.rows if row.bar is None], verdicts=False))
-    console.print(_table_of_times(report.samples))
-    console.print(_table_of_memory(report.samples))
+    bars = [row for row in report.rows if row.bar is not None]
+    others = [row for row in report.rows if row.bar is None]
+    tables = (
+        _table_of_rows("Bars", bars, verdicts=True),
+        _table_of_rows("For comparison", others, verdicts=False),
+        _table_of_times(report.samples),
+        _table_of_memory(report.samples),
+    )
+    for table in tables:
+        if table.row_count:
+            console.print(table)
     met = sum(row.met is True for row in report.rows)
     console.print(f"{met} bars met, {len(report.missed)} missed.")
     if report.others_share > 0.05:
@@ -114,25 +122,33 @@ def _table_of_times(samples: Samples) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     last = ""
     for section, contender, measure, series in samples:
-        if section == "memory":
+        # A stage that did not take place: a load from the node's own memory retrieves nothing.
+        if section == "memory" or series.worst == 0:
             continue
         if last and section != last:
             table.add_section()
         # A stage of a save or load has no throughput of its own.
         whole = ":" not in measure and measure not in ("open", "prewarm")
-        limit = samples.get("steady", "memcpy", "load" if "load" in measure else "save").median
         speed = samples.state_bytes[section] / series.median / 1e9
-        limit_speed = samples.state_bytes["steady"] / limit / 1e9
+        limit = _limit(samples, "load" if "load" in measure else "save")
         table.add_row(
             section if section != last else "",
             contender,
             measure,
             *(milliseconds(value) for value in (series.median, series.best, series.worst)),
             f"{speed:.2f}" if whole else "",
-            f"{speed / limit_speed:.0%}" if whole else "",
+            f"{speed / limit:.0%}" if whole and limit else "",
         )
         last = section
     return table
+
+
+def _limit(samples: Samples, measure: str) -> float | None:
+    """GB/s of memcpy; None where it did not run."""
+    try:
+        return samples.state_bytes["steady"] / samples.get("steady", "memcpy", measure).median / 1e9
+    except NotMeasuredError:
+        return None
 
 
 def _table_of_memory(samples: Samples) -> Table:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from bench.samples import NotMeasuredError
 
 if TYPE_CHECKING:
     from bench.samples import Samples
@@ -37,33 +41,46 @@ class Row:
         return None if self.bar is None else self.bar.is_met_by(self.value)
 
 
+_Maker = Callable[[], Row]
+
+
 def make_rows(samples: Samples) -> list[Row]:
-    """All rows, those with a bar first."""
-    bars = [
-        _slower("steady save, sealed with checksums, against memcpy", samples, "steady", "save", "memcpy", 1.5),
-        _faster("steady save against dcp.save", samples, "steady", "save", "dcp", 8),
-        _first_after_prewarm(samples),
-        _first_cold(samples),
-        _faster("steady save of many small tensors against dcp.save", samples, "small", "save", "dcp", 20),
-        _planning(samples),
-        _faster("load, verified, against dcp.load", samples, "steady", "load", "dcp", 3),
-        _memory(samples),
+    """The rows whose sections ran, those with a bar first."""
+
+    def slower(name: str, section: str, measure: str, other: str, at_most: float | None = None) -> _Maker:
+        return lambda: _slower(name, samples, section, measure, other, at_most)
+
+    def faster(name: str, section: str, measure: str, other: str, at_least: float | None = None) -> _Maker:
+        return lambda: _faster(name, samples, section, measure, other, at_least)
+
+    makers = [
+        slower("steady save, sealed with checksums, against memcpy", "steady", "save", "memcpy", 1.5),
+        faster("steady save against dcp.save", "steady", "save", "dcp", 8),
+        lambda: _first_after_prewarm(samples),
+        lambda: _first_cold(samples),
+        faster("steady save of many small tensors against dcp.save", "small", "save", "dcp", 20),
+        lambda: _planning(samples),
+        faster("load, verified, against dcp.load", "steady", "load", "dcp", 3),
+        lambda: _memory(samples),
+        slower("steady save against memcpy tensor by tensor", "steady", "save", "memcpy-tensors"),
+        slower("load against memcpy", "steady", "load", "memcpy"),
+        lambda: _second_against_first(samples),
+        lambda: _restart(samples),
+        faster("load of many small tensors against dcp.load", "small", "load", "dcp"),
+        faster("save of 2,000 tiny tensors against dcp.save", "planning", "save", "dcp"),
     ]
-    others = sorted({contender for section, contender, _, _ in samples if section.startswith("versus")} - {"flashckpt"})
-    information = [
-        _slower("steady save against memcpy tensor by tensor", samples, "steady", "save", "memcpy-tensors"),
-        _slower("load against memcpy", samples, "steady", "load", "memcpy"),
-        _second_against_first(samples),
-        _restart(samples),
-        _faster("load of many small tensors against dcp.load", samples, "small", "load", "dcp"),
-        _faster("save of 2,000 tiny tensors against dcp.save", samples, "planning", "save", "dcp"),
-    ]
-    for other in others:
-        what = "the time that dcp.async_save blocks" if other == "dcp-async" else other
-        information.append(_faster(f"steady save against {what}", samples, f"versus {other}", "save", other))
-        if other != "dcp-async":
-            information.append(_faster(f"load against {other}", samples, f"versus {other}", "load", other))
-    return bars + information
+    versus = {(section, contender) for section, contender, _, _ in samples if section.startswith("versus")}
+    for section, other in sorted(versus):
+        if other == "dcp-async":
+            makers.append(faster("steady save against the time that dcp.async_save blocks", section, "save", other))
+        elif other != "flashckpt":
+            makers.append(faster(f"steady save against {other}", section, "save", other))
+            makers.append(faster(f"load against {other}", section, "load", other))
+    rows = []
+    for make in makers:
+        with contextlib.suppress(NotMeasuredError):
+            rows.append(make())
+    return rows
 
 
 def milliseconds(seconds: float) -> str:

@@ -29,6 +29,10 @@ class Series:
         return max(self.values)
 
 
+class NotMeasuredError(LookupError):
+    """A figure of a section that did not run."""
+
+
 @dataclass(slots=True)
 class Samples:
     """Seconds, except for the measures of the section `memory`, which are bytes."""
@@ -40,10 +44,10 @@ class Samples:
         self._values.setdefault((section, contender, measure), []).append(value)
 
     def get(self, section: str, contender: str, measure: str) -> Series:
-        return Series(tuple(self._values[section, contender, measure]))
-
-    def has(self, section: str, contender: str, measure: str) -> bool:
-        return (section, contender, measure) in self._values
+        values = self._values.get((section, contender, measure))
+        if not values:
+            raise NotMeasuredError(f"{section}, {contender}, {measure}")
+        return Series(tuple(values))
 
     def __iter__(self) -> Iterator[tuple[str, str, str, Series]]:
         for (section, contender, measure), values in self._values.items():

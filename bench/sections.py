@@ -58,27 +58,36 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    options: Options
     directory: Path
     samples: Samples
     tell: Callable[[str], None]  # what is being done now; once a round
 
 
-def run_all(run: Run) -> None:
-    options = run.options
-    taking_turns(run, "steady", options.large, ("memcpy", "memcpy-tensors", "flashckpt", "dcp"), options.rounds)
-    taking_turns(run, "small", options.small, ("flashckpt", "dcp"), options.rounds)
-    taking_turns(run, "planning", options.planning, ("flashckpt", "dcp"), options.rounds * 2)
-    in_fresh_processes(run, "first", options.large, ("flashckpt", "flashckpt-prewarmed", "dcp"), options.first_rounds)
-    for other in OTHERS:
-        taking_turns(run, f"versus {other}", options.large, ("flashckpt", other), options.first_rounds)
-    watched(run, "memory", options.large, WATCHED)
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A part of a run that can also be run alone."""
+
+    name: str
+    steps: int  # how often it calls `tell`
+    measure: Callable[[Run], None]
 
 
-def count_steps(options: Options) -> int:
-    """How often a complete run calls `tell`."""
-    shared = 2 * (2 * options.rounds + options.rounds * 2 + len(OTHERS) * options.first_rounds)
-    return shared + 3 * options.first_rounds + len(WATCHED)
+def plan_sections(options: Options) -> list[Section]:
+    """All sections of a complete run."""
+
+    def turns(name: str, spec: StateSpec, contenders: Sequence[str], rounds: int) -> Section:
+        return Section(name, 2 * rounds, lambda run: taking_turns(run, name, spec, contenders, rounds))
+
+    large, rounds, fresh = options.large, options.rounds, options.first_rounds
+    in_first = ("flashckpt", "flashckpt-prewarmed", "dcp")
+    return [
+        turns("steady", large, ("memcpy", "memcpy-tensors", "flashckpt", "dcp"), rounds),
+        turns("small", options.small, ("flashckpt", "dcp"), rounds),
+        turns("planning", options.planning, ("flashckpt", "dcp"), 2 * rounds),
+        Section("first", 3 * fresh, lambda run: in_fresh_processes(run, "first", large, in_first, fresh)),
+        *(turns(f"versus {other}", large, ("flashckpt", other), fresh) for other in OTHERS),
+        Section("memory", len(WATCHED), lambda run: watched(run, "memory", large, WATCHED)),
+    ]
 
 
 def taking_turns(run: Run, section: str, spec: StateSpec, contenders: Sequence[str], rounds: int) -> None:
