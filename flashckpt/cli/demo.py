@@ -11,7 +11,7 @@ import click
 @click.command("demo")
 @click.option("--ranks", type=click.IntRange(min=1), default=2, show_default=True, help="Trainer processes.")
 @click.option("--steps", type=click.IntRange(min=1), default=20, show_default=True, help="Training steps in all.")
-@click.option("--every", type=click.IntRange(min=1), default=3, show_default=True, help="Steps between snapshots.")
+@click.option("--every", type=click.IntRange(min=1), default=4, show_default=True, help="Steps between snapshots.")
 @click.option("--kill-at", type=click.IntRange(min=1), help="Step at which the job is killed, between two snapshots.")
 @click.option("--memory-dir", envvar="FLASHCKPT_MEMORY_DIR", help="The demo makes a directory of its own beside it.")
 @click.option("--plain", is_flag=True, help="No colours.")

@@ -66,8 +66,9 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right:
 
     table = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
     for index, name in enumerate(columns):
-        last = index == len(columns) - 1
-        table.add_column(name, justify="right" if index in right else "left", no_wrap=not last, overflow="fold")
+        # Numbers stay in one piece; text is folded where the terminal is narrow, never cut.
+        number = index in right
+        table.add_column(name, justify="right" if number else "left", no_wrap=number, overflow="fold")
     for row in rows:
         table.add_row(*(Text(printable(cell)) for cell in row))
     make_console().print(table)

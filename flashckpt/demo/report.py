@@ -132,8 +132,8 @@ def _verdict(outcome: Outcome, console: Console) -> None:
     console.print(
         Text(
             f"IDENTICAL: killed {outcome.killed.killed_processes} processes after step "
-            f"{max(outcome.killed.losses())}, resumed from step {outcome.resumed_step} in memory, repeated {lost} "
-            f"steps; all {len(outcome.whole.losses())} losses and the final weights "
+            f"{max(outcome.killed.losses())}, resumed from step {outcome.resumed_step} in memory, repeated "
+            f"{lost} step{'' if lost == 1 else 's'}; all {len(outcome.whole.losses())} losses and the final weights "
             f"(blake2b {outcome.whole.digest}) equal the uninterrupted run bit for bit",
             "bold green",
         )

@@ -26,7 +26,7 @@ class Plan:
 
     ranks: int = 2
     steps: int = 20
-    every: int = 3
+    every: int = 4
     kill_at: int | None = None
     parent: Path = Path("/dev/shm")
 

@@ -208,7 +208,7 @@ class Progress:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--every", type=int, default=3, help="steps between snapshots")
+    parser.add_argument("--every", type=int, default=4, help="steps between snapshots")
     parser.add_argument("--width", type=int, default=192, help="of the model, a multiple of 4")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--progress", default="", help="a file or FIFO that gets a line of JSON for each event")
