@@ -32,7 +32,7 @@ from flashckpt.errors import (
 from flashckpt.types import Generation, Level, Outcome
 
 if TYPE_CHECKING:
-    import flashckpt.dcp as dcp  # noqa: PLR0402
+    import flashckpt.dcp as dcp
     from flashckpt.checkpointer import Checkpointer
     from flashckpt.load.result import LoadResult
     from flashckpt.save.handle import SaveHandle

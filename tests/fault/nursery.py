@@ -17,6 +17,7 @@ import time
 import traceback
 
 import torch
+import torch._dynamo  # distribute_tensor imports it: once here, not in every job
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh

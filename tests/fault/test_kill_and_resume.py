@@ -61,11 +61,13 @@ def resumed(job):
 @pytest.mark.parametrize("only_rank", [None, 1], ids=["all-ranks", "one-rank"])
 @pytest.mark.parametrize(("name", "at"), KILLS, ids=[f"{name}-{at}" for name, at in KILLS])
 def test_killed_at(name, at, only_rank, nursery, memory_dir, tmp_path):
+    scale = 1500 if name == "mid_allocate" else 1  # only a large slot is allocated in several steps
     killed = nursery.run(
         2,
         memory_dir=memory_dir,
         first=1,
         steps=STEPS,
+        scale=scale,
         environment=armed(tmp_path, f"{name}=kill@{at}"),
         only_rank=only_rank,
     )
@@ -74,9 +76,9 @@ def test_killed_at(name, at, only_rank, nursery, memory_dir, tmp_path):
     fresh = not promised(killed)
     if fresh:
         # Half of a first generation is not silently a fresh start: the caller has to allow it.
-        refused = nursery.run(2, memory_dir=memory_dir, first=1, steps=0)
+        refused = nursery.run(2, memory_dir=memory_dir, first=1, steps=0, scale=scale)
         assert refused.codes == [0, 0] or all("FC-LOAD-002" in out for out in refused.outputs), refused.outputs
-    again = nursery.run(2, memory_dir=memory_dir, first=1, steps=STEPS + 2, allow_fresh=fresh)
+    again = nursery.run(2, memory_dir=memory_dir, first=1, steps=STEPS + 2, scale=scale, allow_fresh=fresh)
     assert again.codes == [0, 0], again.outputs
     assert resumed(again) >= promised(killed)
 

@@ -4,6 +4,7 @@ train_worker.py MEMORY_DIR STEPS SAVE_EVERY
 """
 
 import hashlib
+import os
 import sys
 
 import torch
@@ -26,6 +27,11 @@ fully_shard(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
 torch.manual_seed(100 + rank)
+
+
+def say(line):
+    # One write a line: the ranks share a pipe.
+    os.write(1, f"{line}\n".encode())
 
 
 def capture():
@@ -53,17 +59,17 @@ with flashckpt.Checkpointer(flashckpt.CheckpointConfig(job="train", memory_dir=m
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         schedule.load_state_dict(state["schedule"])
         torch.set_rng_state(state["rng"].value)
-        print(f"resumed {rank} {resumed.step}", flush=True)
+        say(f"resumed {rank} {resumed.step}")
     for step in range(resumed.step + 1 if resumed else 1, steps + 1):
         loss = model(torch.randn(8, 16)).pow(2).mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        print(f"step {rank} {step} {digest(capture())} {loss.item().hex()}", flush=True)
+        say(f"step {rank} {step} {digest(capture())} {loss.item().hex()}")
         if step % every == 0:
             handle = checkpointer.save(step, capture())
-            print(f"saved {rank} {step} {handle.outcome}", flush=True)
+            say(f"saved {rank} {step} {handle.outcome}")
     dist.barrier()
     problems = checkpointer.store.check() if rank == 0 else []
     dist.barrier()
