@@ -171,4 +171,7 @@ class Job:
 
     def _last_words(self) -> str:
         lines = self._log_path.read_text(errors="replace").splitlines()
+        # Behind this torchrun tells at length that a rank failed; why it did stands before.
+        ends = [number for number, line in enumerate(lines) if "failed (exitcode" in line]
+        lines = lines[: ends[0]] if ends else lines
         return "the last lines it wrote:\n" + "\n".join(lines[-30:]) if lines else "it wrote nothing"
