@@ -24,7 +24,7 @@ from flashckpt.errors import (
 )
 from flashckpt.group import PrivateGroup
 from flashckpt.launch import agree_launch, agree_topology
-from flashckpt.load.recover import Recovery, Request
+from flashckpt.load.recover import Recovery, Request, find_candidates
 from flashckpt.save.handle import SaveHandle
 from flashckpt.save.plan import Planner, SavePlan
 from flashckpt.save.retention import State
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from flashckpt.load.result import LoadResult
-    from flashckpt.store.slots import StoreStatus
+    from flashckpt.store.slots import Sealed, StoreStatus
     from flashckpt.topology import Topology
 
 log = logging.getLogger(__name__)
@@ -239,6 +239,15 @@ class Checkpointer:
                 raise
             self._counts[Outcome.OK.value] += 1
             return generation
+
+    def candidates_for_dcp(self, step: int | None) -> list[tuple[Generation, list[Sealed]]]:
+        """Generations to try, newest first, with their shards. Local: every rank finds the same ones.
+
+        It waits for ranks that are still sealing what this one has sealed; else a quick rank would miss it.
+        """
+        self._check_enabled()
+        self._writer.wait_until_settled()
+        return find_candidates(self._store, step)
 
     def loaded_by_dcp(self, generation: Generation, launch: Launch | None) -> None:
         """DCP filled the tensors; `launch` is the one that all ranks agreed to go on with, None if only some load."""

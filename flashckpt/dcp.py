@@ -33,7 +33,6 @@ from flashckpt.launch import next_launch
 from flashckpt.load.attempt import Attempt
 from flashckpt.load.plan import Transfer, Want
 from flashckpt.load.read import Target, read
-from flashckpt.load.recover import find_candidates
 from flashckpt.save.plan import SavePlan, Source, aligned
 from flashckpt.save.values import pack
 from flashckpt.save.write import ShardWriter
@@ -267,7 +266,7 @@ class FlashReader(StorageReader):
         self._close()
         checkpointer = self._checkpointer
         problems = []
-        for generation, sealed in find_candidates(checkpointer.store, checkpointer.job, self._step):
+        for generation, sealed in checkpointer.candidates_for_dcp(self._step):
             attempt = Attempt(checkpointer.store, sealed, checkpointer.job)
             try:
                 attempt.open()

@@ -58,7 +58,7 @@ class Request:
         )
 
 
-def find_candidates(store: SlotStore, job: str, step: int | None) -> list[tuple[Generation, list[Sealed]]]:
+def find_candidates(store: SlotStore, step: int | None) -> list[tuple[Generation, list[Sealed]]]:
     """This node's candidates, newest first, with their shards: the choice without the other ranks."""
     scan = store.scan()
     inventory = inventories.Inventory({one.shard: one.tag for one in scan}, store.read_fence())
@@ -101,6 +101,12 @@ class Recovery:
 
     def load(self, choice: Choice, state_dict: MutableMapping[Any, Any], request: Request) -> LoadResult | None:
         """The newest candidate that all ranks can read; None where there is none. Collective."""
+        if not choice.candidates:
+            if choice.passed_over:
+                raise self._unusable(choice, ())
+            # Before flattening: asking a Stateful for its state dict can change it (torch's optimizer helpers
+            # take a step to make room for moments), and a load that finds nothing must leave no trace.
+            return None
         self._sealed = {}
         for one in self._store.scan():
             self._sealed.setdefault(one.shard.generation, []).append(one)
@@ -114,9 +120,7 @@ class Recovery:
                 return _with(result, stepped_over)
             stepped_over.append(f"{generation}: {problem}")
             log.warning("%s can't be used: %s", generation, problem)
-        if choice.candidates or choice.passed_over:
-            raise self._unusable(choice, stepped_over)
-        return None
+        raise self._unusable(choice, stepped_over)
 
     def _try(
         self,

@@ -123,6 +123,15 @@ class ShardWriter:
         tags = {one.shard: one.tag for one in scan}
         return scan, judge(tags, self.launch, self._store.read_fence(), self._store.voids())
 
+    def wait_until_settled(self) -> None:
+        """Waits, up to save_timeout, until no generation of this launch is half done: other ranks may lag a little."""
+        deadline = time.monotonic() + self._config.save_timeout
+        while time.monotonic() < deadline:
+            _, verdicts = self.verdicts()
+            if not any(verdict.state is State.PENDING for verdict in verdicts.values()):
+                return
+            time.sleep(_POLL_SECONDS)
+
     def close(self) -> None:
         self._copier.close()
 
