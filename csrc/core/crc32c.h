@@ -25,6 +25,10 @@ struct Kernel {
     uint32_t (*update)(uint32_t state, const uint8_t* data, size_t length);
     uint32_t (*copy)(uint32_t state, uint8_t* destination, const uint8_t* source, size_t length,
                      Stores stores);
+    // Sums `data` and copies other bytes with streaming stores meanwhile: the one waits for the arithmetic
+    // units, the other for memory.
+    uint32_t (*update_while_copying)(uint32_t state, const uint8_t* data, size_t length, uint8_t* destination,
+                                     const uint8_t* source, size_t copy_length);
 };
 
 // The CRC32C of the bytes that `seed` is the CRC of, followed by `data`. `seed` 0 is the CRC of nothing.

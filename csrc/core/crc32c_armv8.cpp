@@ -35,7 +35,8 @@ bool supported() {
 }
 }  // namespace
 
-const Kernel kArmv8Kernel{"armv8", supported, update_interleaved, copy_by_tiles<update_interleaved>};
+const Kernel kArmv8Kernel{"armv8", supported, update_interleaved, copy_by_tiles<update_interleaved>,
+                          copy_then_update<update_interleaved>};
 
 }  // namespace flashckpt
 

@@ -126,7 +126,7 @@ bool supported() { return __builtin_cpu_supports("sse4.2") && __builtin_cpu_supp
 
 }  // namespace
 
-const Kernel kPclmulKernel{"pclmul", supported, update, copy};
+const Kernel kPclmulKernel{"pclmul", supported, update, copy, copy_then_update<update>};
 
 }  // namespace flashckpt
 

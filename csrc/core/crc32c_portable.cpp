@@ -55,6 +55,6 @@ bool supported() { return true; }
 
 }  // namespace
 
-const Kernel kPortableKernel{"portable", supported, update, copy_by_tiles<update>};
+const Kernel kPortableKernel{"portable", supported, update, copy_by_tiles<update>, copy_then_update<update>};
 
 }  // namespace flashckpt

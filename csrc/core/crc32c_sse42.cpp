@@ -25,7 +25,8 @@ namespace {
 bool supported() { return __builtin_cpu_supports("sse4.2"); }
 }  // namespace
 
-const Kernel kSse42Kernel{"sse42", supported, update_interleaved, copy_by_tiles<update_interleaved>};
+const Kernel kSse42Kernel{"sse42", supported, update_interleaved, copy_by_tiles<update_interleaved>,
+                          copy_then_update<update_interleaved>};
 
 }  // namespace flashckpt
 

@@ -188,6 +188,43 @@ uint32_t copy(uint32_t state, uint8_t* destination, const uint8_t* source, size_
                                         : run<Mode::kCached>(state, destination, source, length);
 }
 
+TARGET uint32_t update_while_copying(uint32_t state, const uint8_t* data, size_t length, uint8_t* destination,
+                                     const uint8_t* source, size_t copy_length) {
+    // Streaming stores need aligned addresses.
+    const size_t head = static_cast<size_t>(-reinterpret_cast<uintptr_t>(destination)) & 63;
+    if (head <= copy_length && length >= kRound && copy_length - head >= kRound) {
+        std::memcpy(destination, source, head);
+        destination += head;
+        source += head;
+        copy_length -= head;
+        const size_t both = (length < copy_length ? length : copy_length) / kRound * kRound;
+        __m256i a[kLanes];
+        for (size_t lane = 0; lane < kLanes; ++lane) {
+            a[lane] = load(data + 32 * lane);
+            store<Mode::kStreaming>(destination + 32 * lane, load(source + 32 * lane));
+        }
+        a[0] = _mm256_xor_si256(a[0], seed_of(state));
+        const __m256i by_round = constants<kRound * 8>();
+        for (size_t i = kRound; i < both; i += kRound) {
+            for (size_t lane = 0; lane < kLanes; ++lane) {
+                a[lane] = fold(a[lane], by_round, load(data + i + 32 * lane));
+                store<Mode::kStreaming>(destination + i + 32 * lane, load(source + i + 32 * lane));
+            }
+        }
+        const __m256i by32 = constants<256>();
+        __m256i last = a[0];
+        for (size_t lane = 1; lane < kLanes; ++lane) last = fold(last, by32, a[lane]);
+        state = reduce(last);
+        data += both;
+        length -= both;
+        destination += both;
+        source += both;
+        copy_length -= both;
+    }
+    if (copy_length != 0) streaming_copy(destination, source, copy_length);
+    return update(state, data, length);
+}
+
 bool supported() {
     return __builtin_cpu_supports("sse4.2") && __builtin_cpu_supports("pclmul") &&
            __builtin_cpu_supports("avx2") && __builtin_cpu_supports("vpclmulqdq");
@@ -195,7 +232,7 @@ bool supported() {
 
 }  // namespace
 
-const Kernel kVpclmulKernel{"vpclmul", supported, update, copy};
+const Kernel kVpclmulKernel{"vpclmul", supported, update, copy, update_while_copying};
 
 }  // namespace flashckpt
 

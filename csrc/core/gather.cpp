@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <string>
+#include <utility>
 
 #include "arguments.h"
 #include "checked.h"
@@ -107,24 +108,11 @@ struct Job {
         return {from, end - from, to};
     }
 
-    // 1: all copied; 0: the chunk is bad; else -errno.
-    int read_chunk(size_t position, uint8_t* scratch) const {
-        const int64_t index = by_chunk.touched[position];
-        const ChunkRange chunk = chunk_range(index, data_length, chunk_bytes);
-        const size_t* piece = by_chunk.order.data() + by_chunk.begin[position];
-        const size_t* const end = by_chunk.order.data() + by_chunk.begin[position + 1];
-        if (!verify) return read_unverified(chunk, piece, end, scratch);
-
-        const int64_t length = chunk.end - chunk.begin;
-        const int64_t count = read_fully(fd, scratch, length, data_offset + chunk.begin);
-        if (count < 0) return static_cast<int>(count);
-        if (count < length) return 0;
-        if (~kernel.update(~uint32_t{0}, scratch, static_cast<size_t>(length)) != crcs[index]) return 0;
-        for (; piece != end; ++piece) {
-            const Part wanted = part(pieces[*piece], chunk);
-            copy(wanted, scratch + (wanted.from - chunk.begin));
-        }
-        return 1;
+    const size_t* first_piece(size_t position) const {
+        return by_chunk.order.data() + by_chunk.begin[position];
+    }
+    ChunkRange range(size_t position) const {
+        return chunk_range(by_chunk.touched[position], data_length, chunk_bytes);
     }
 
     // Large parts straight to where they belong; small ones by one read of the range they span.
@@ -162,6 +150,69 @@ struct Job {
     }
 };
 
+// One thread's share of the work. With verification it keeps two chunks: the one being summed, and the one
+// before, found right and on its way to its destinations meanwhile.
+class Reader {
+  public:
+    Reader(const Job& job, Scratch scratch, int64_t scratch_bytes) noexcept
+        : job_(job), scratch_(std::move(scratch)), free_(scratch_.get()), held_(free_ + scratch_bytes) {}
+
+    // 1: right; 0: the chunk is bad; else -errno. What is right is copied by the next call or by finish().
+    int read(size_t position) noexcept {
+        const ChunkRange chunk = job_.range(position);
+        if (!job_.verify) {
+            return job_.read_unverified(chunk, job_.first_piece(position), job_.first_piece(position + 1),
+                                        free_);
+        }
+        const int64_t length = chunk.end - chunk.begin;
+        const int64_t count = read_fully(job_.fd, free_, length, job_.data_offset + chunk.begin);
+        if (count < 0) return static_cast<int>(count);
+        if (count < length) return 0;
+        if (~copy_held_and_sum(free_, length) != job_.crcs[job_.by_chunk.touched[position]]) return 0;
+        std::swap(free_, held_);
+        holds_ = true;
+        held_position_ = position;
+        return 1;
+    }
+
+    // Copies what is still held and orders all stores.
+    void finish() noexcept {
+        copy_held_and_sum(nullptr, 0);
+        store_fence();
+    }
+
+  private:
+    uint32_t copy_held_and_sum(const uint8_t* data, int64_t length) noexcept {
+        uint32_t state = ~uint32_t{0};
+        if (holds_) {
+            const ChunkRange chunk = job_.range(held_position_);
+            const size_t* const end = job_.first_piece(held_position_ + 1);
+            for (const size_t* piece = job_.first_piece(held_position_); piece != end; ++piece) {
+                const Job::Part wanted = job_.part(job_.pieces[*piece], chunk);
+                const uint8_t* source = held_ + (wanted.from - chunk.begin);
+                if (wanted.length < kStreamedPiece || length == 0) {
+                    Job::copy(wanted, source);
+                    continue;
+                }
+                const int64_t summed = std::min(length, wanted.length);
+                state = job_.kernel.update_while_copying(state, data, static_cast<size_t>(summed), wanted.to,
+                                                         source, static_cast<size_t>(wanted.length));
+                data += summed;
+                length -= summed;
+            }
+            holds_ = false;
+        }
+        return length == 0 ? state : job_.kernel.update(state, data, static_cast<size_t>(length));
+    }
+
+    const Job& job_;
+    const Scratch scratch_;
+    uint8_t* free_;
+    uint8_t* held_;
+    bool holds_ = false;
+    size_t held_position_ = 0;
+};
+
 }  // namespace
 
 Status gather_read(int fd, int64_t data_offset, int64_t data_length, int64_t chunk_bytes,
@@ -180,6 +231,8 @@ Status gather_read(int fd, int64_t data_offset, int64_t data_length, int64_t chu
         const auto touched = static_cast<int64_t>(by_chunk.touched.size());
         if (touched == 0) return Status::ok();
         const int64_t scratch_bytes = std::min(chunk_bytes, data_length);
+        int64_t buffers_bytes = 0;
+        if (__builtin_mul_overflow(scratch_bytes, int64_t{2}, &buffers_bytes)) return Status::io(ENOMEM, {});
         int64_t read_bytes = 0;
         if (__builtin_mul_overflow(touched, scratch_bytes, &read_bytes)) read_bytes = INT64_MAX;
         threads = useful_threads(threads, read_bytes, inline_bytes);
@@ -191,17 +244,18 @@ Status gather_read(int fd, int64_t data_offset, int64_t data_length, int64_t chu
         Claims claims(touched, chunk_batch(touched, chunk_bytes, threads));
         FirstError error;
         run_in_threads(threads, [&] {
-            const Scratch scratch = make_scratch(scratch_bytes);
+            Scratch scratch = make_scratch(buffers_bytes);
             if (scratch == nullptr) return error.set(ENOMEM);
+            Reader reader(job, std::move(scratch), scratch_bytes);
             int64_t first = 0, last = 0;
             while (error.get() == 0 && claims.take(&first, &last)) {
                 for (int64_t i = first; i < last && error.get() == 0; ++i) {
-                    const int result = job.read_chunk(static_cast<size_t>(i), scratch.get());
+                    const int result = reader.read(static_cast<size_t>(i));
                     if (result < 0) error.set(-result);
                     if (result == 0) failed[static_cast<size_t>(i)] = 1;
                 }
             }
-            store_fence();
+            reader.finish();
         });
         if (error.get() != 0) return Status::io(error.get(), {});
         for (size_t i = 0; i < failed.size(); ++i) {

@@ -35,4 +35,12 @@ uint32_t copy_by_tiles(uint32_t state, uint8_t* destination, const uint8_t* sour
     return state;
 }
 
+// For kernels that gain nothing from doing both at once.
+template <uint32_t (*update)(uint32_t, const uint8_t*, size_t)>
+uint32_t copy_then_update(uint32_t state, const uint8_t* data, size_t length, uint8_t* destination,
+                          const uint8_t* source, size_t copy_length) {
+    if (copy_length != 0) streaming_copy(destination, source, copy_length);
+    return update(state, data, length);
+}
+
 }  // namespace flashckpt

@@ -130,3 +130,25 @@ TEST(unknown_kernel_is_refused) {
     CHECK(status.message().find("portable") != std::string::npos);
     CHECK_EQUAL(std::string(active_kernel().name), before);
 }
+
+TEST(summing_while_copying_other_bytes) {
+    with_each_kernel([](const std::string&) {
+        const std::vector<uint8_t> data = random_bytes(5000, 7);
+        const std::vector<uint8_t> other = random_bytes(5000, 8);
+        for (size_t length : {0, 1, 255, 256, 257, 1000, 4096, 4999}) {
+            for (size_t copied : {0, 1, 255, 256, 300, 319, 320, 1024, 4990}) {
+                for (size_t to : {0, 1, 32, 63}) {
+                    std::vector<uint8_t> target(5200, 0x3c);
+                    uint8_t* destination = target.data() + 64 + to;
+                    const uint32_t state = active_kernel().update_while_copying(
+                        ~0x13579bdfu, data.data() + 1, length, destination, other.data() + 3, copied);
+                    store_fence();
+                    CHECK_EQUAL(~state, reference_crc(data.data() + 1, length, 0x13579bdf));
+                    CHECK(std::memcmp(destination, other.data() + 3, copied) == 0);
+                    CHECK_EQUAL(destination[-1], 0x3c);
+                    CHECK_EQUAL(destination[copied], 0x3c);
+                }
+            }
+        }
+    });
+}
