@@ -79,7 +79,17 @@ class Run:
 class Job:
     """A context manager: whatever happens inside, no process is left afterwards."""
 
-    def __init__(self, directory: Path, memory_dir: Path, *, ranks: int, steps: int, every: int, name: str) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        memory_dir: Path,
+        *,
+        ranks: int,
+        steps: int,
+        every: int,
+        name: str,
+        disabled: bool = False,
+    ) -> None:
         self._log_path = directory / f"{name}.log"
         self._fifo_path = directory / f"{name}.fifo"
         self._command = [
@@ -92,6 +102,7 @@ class Job:
         self._environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith("FLASHCKPT_")},
             "FLASHCKPT_JOB": "demo",
+            "FLASHCKPT_DISABLE": "1" if disabled else "0",
             "FLASHCKPT_MEMORY_DIR": str(memory_dir),
             # Equal sums need equal numbers of threads; torchrun would choose by the number of ranks.
             "OMP_NUM_THREADS": "1",
