@@ -91,6 +91,8 @@ class ShardWriter:
                 saved_at=time.time(),
             )
             failpoint("before_header")
+            # Again: this process may have been stopped while it copied, and woken up in another launch's time.
+            self._refuse_if_fenced()
             seal_bytes(slot.view, header, place)
             failpoint("before_seal")
             sealed = self._store.seal(slot, shard, plan.tag)

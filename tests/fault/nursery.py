@@ -93,7 +93,86 @@ def work(memory_dir, first, steps, scale=1, via_dcp=False, timeout=20, check=Tru
         dist.barrier()
 
 
-TASKS = {"work": work}
+def stages(memory_dir, diverge_at):
+    """Each rank is a pipeline stage with keys of its own; from `diverge_at` on also in what was common before."""
+    rank = dist.get_rank()
+    config = flashckpt.CheckpointConfig(job="stages", memory_dir=memory_dir, save_timeout=10, start_timeout=60)
+
+    def state(step):
+        common = {f"common.{i}": torch.full((2000,), float(step + i)) for i in range(4)}
+        own = {f"stage{rank}.w": torch.full((500,), float(step * 10 + rank))} if diverge_at != -1 else {}
+        if 0 <= diverge_at <= step and rank == 1:
+            common.pop("common.3")
+        return {**common, **own, "step": step}
+
+    with flashckpt.Checkpointer(config) as checkpointer:
+        for step in range(1, 6):
+            print("saved", step, checkpointer.save(step, state(step)).outcome, flush=True)
+            dist.barrier()
+        for generation, verdict, reason in checkpointer.status().generations:
+            if rank == 0:
+                print("generation", generation.step, verdict, reason, flush=True)
+        live = state(0 if diverge_at < 0 else 5)
+        for value in live.values():
+            if isinstance(value, torch.Tensor):
+                value.zero_()
+        result = checkpointer.load(live)
+        print("loaded", result.step, equal(live, state(result.step)), flush=True)
+        sizes = sorted({sealed.size_bytes for sealed in checkpointer.store.scan()})
+        if rank == 0:
+            print("sizes", *sizes, flush=True)
+
+
+def busy(memory_dir, on_busy, late):
+    """Rank 1 lags behind by `late` seconds at step 3; rank 0 runs ahead."""
+    config = flashckpt.CheckpointConfig(
+        job="busy", memory_dir=memory_dir, on_busy=on_busy, save_timeout=20, start_timeout=60
+    )
+    with flashckpt.Checkpointer(config) as checkpointer:
+        for step in range(1, 6):
+            if step == 3 and dist.get_rank() == 1:
+                time.sleep(late)
+            handle = checkpointer.save(step, {"t": torch.full((10,), float(step))})
+            print(
+                "saved",
+                step,
+                handle.outcome,
+                round(handle.timings.claim, 2),
+                handle.reason.replace("\n", " "),
+                flush=True,
+            )
+        dist.barrier()
+        live = {"t": torch.zeros(10)}
+        print("loaded", checkpointer.load(live).step, live["t"][0].item(), flush=True)
+
+
+def one_rank_is_out_of_room(memory_dir):
+    """Rank 1's budget is too small for its larger state at step 3 and 4; the others must not wait for it."""
+    rank = dist.get_rank()
+    config = flashckpt.CheckpointConfig(job="room", memory_dir=memory_dir, save_timeout=15, start_timeout=60)
+    with flashckpt.Checkpointer(config) as checkpointer:
+        for step in range(1, 8):
+            size = 1 << 28 if rank == 1 and step in (3, 4) else 1000
+            own = flashckpt.PerRank({"t": torch.full((size,), float(step))})
+            began = time.monotonic()
+            handle = checkpointer.save(step, {"own": own})
+            print("saved", step, handle.outcome, round(time.monotonic() - began, 1), flush=True)
+            dist.barrier()
+        live = {"own": flashckpt.PerRank({"t": torch.zeros(1000)})}
+        print("loaded", checkpointer.load(live).step, live["own"].value["t"][0].item(), flush=True)
+
+
+def frozen(memory_dir, ready):
+    """Saves once, tells that it is about to copy into its next slot, and is stopped there by the test."""
+    with flashckpt.Checkpointer(flashckpt.CheckpointConfig(job="work", memory_dir=memory_dir)) as checkpointer:
+        live = state_at(0, 1)
+        result = checkpointer.load(live)
+        step = result.step if result else 0
+        handle = checkpointer.save(step + 1, state_at(step + 1, 1))
+        print("woke", handle.outcome, handle.reason.replace("\n", " "), flush=True)
+
+
+TASKS = {task.__name__: task for task in (work, stages, busy, one_rank_is_out_of_room, frozen)}
 
 
 def child(rank, request, store, out):
