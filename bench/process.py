@@ -82,6 +82,10 @@ class Worker:
         self._process.wait(timeout=60)
         self.kill()
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()

@@ -146,7 +146,7 @@ def _table_of_times(samples: Samples) -> Table:
 def _limit(samples: Samples, measure: str) -> float | None:
     """GB/s of memcpy; None where it did not run."""
     try:
-        return samples.state_bytes["steady"] / samples.get("steady", "memcpy", measure).median / 1e9
+        return samples.bytes_per_second("steady", "memcpy", measure) / 1e9
     except NotMeasuredError:
         return None
 

@@ -163,10 +163,10 @@ def _planning(samples: Samples) -> Row:
 
 
 def _memory(samples: Samples) -> Row:
-    size = samples.state_bytes["memory"]
-    first = samples.get("memory", "flashckpt", "first save").worst / size * 100
-    steady = samples.get("memory", "flashckpt", "save").worst / size * 100
-    dcp = samples.get("memory", "dcp", "save").worst / size * 100
+    def share(contender: str, measure: str) -> float:
+        return samples.get("memory", contender, measure).worst / samples.state_bytes["memory"] * 100
+
+    first, steady, dcp = share("flashckpt", "first save"), share("flashckpt", "save"), share("dcp", "save")
     return Row(
         name="growth of the trainer's anonymous memory during a save, of the state",
         value=max(first, steady),

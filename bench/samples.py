@@ -49,6 +49,10 @@ class Samples:
             raise NotMeasuredError(f"{section}, {contender}, {measure}")
         return Series(tuple(values))
 
+    def bytes_per_second(self, section: str, contender: str, measure: str) -> float:
+        median = self.get(section, contender, measure).median
+        return self.state_bytes[section] / median
+
     def __iter__(self) -> Iterator[tuple[str, str, str, Series]]:
         for (section, contender, measure), values in self._values.items():
             yield section, contender, measure, Series(tuple(values))

@@ -1,0 +1,89 @@
+"""Real workers: what they save comes back, a wrong load ends the run, and nothing stays behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from bench.contenders import CONTENDERS
+from bench.errors import BenchError
+from bench.process import Worker
+from bench.scratch import TMPFS, check_room, scratch_directory
+from bench.spec import StateSpec
+
+ROOT = Path(__file__).resolve().parents[2]
+SPEC = StateSpec(8, 1 << 16)
+
+
+@pytest.mark.parametrize("name", CONTENDERS)
+def test_every_contender_brings_back_what_it_saved(name: str) -> None:
+    with scratch_directory() as directory, Worker(name, SPEC, directory / "own") as worker:
+        for step in (1, 2, 3):
+            assert worker.save(step).seconds > 0
+        worker.expect()
+        assert worker.load().seconds > 0
+        worker.expect("00000000/3")
+        with pytest.raises(BenchError, match="expected a state with digest 00000000/3"):
+            worker.load()
+
+
+def test_memory_of_a_staged_copy_is_seen() -> None:
+    spec = StateSpec(16, 4 << 20)
+    with scratch_directory() as directory, Worker("dcp-async", spec, directory / "own") as worker:
+        assert worker.save(1, watch=True).anonymous_growth_bytes > spec.size_bytes * 0.9
+
+
+def test_a_worker_that_dies_is_named() -> None:
+    with scratch_directory() as directory, Worker("dcp", SPEC, directory / "own") as worker:
+        os.kill(worker.pid, signal.SIGKILL)
+        with pytest.raises(BenchError, match="dcp: ended during .* with status -9"):
+            worker.save(1)
+
+
+def test_too_large_a_state_is_refused_before_it_starts() -> None:
+    with pytest.raises(BenchError, match="take a smaller --size"):
+        check_room(1 << 60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_stays_behind(number: signal.Signals) -> None:
+    run = subprocess.Popen(
+        [sys.executable, "-m", "bench", "--quick", "--size", "8M", "--only", "steady", "--rounds", "100000"],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while not list(TMPFS.glob(f"flashckpt-bench.{run.pid}.*/dcp/step-*")):
+            assert run.poll() is None, f"ended early with {run.returncode}"
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        children = [int(pid) for pid in Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()]
+        assert len(children) == 4
+        run.send_signal(number)
+        run.wait(timeout=60)
+    finally:
+        run.kill()
+        run.wait()
+    if number == signal.SIGKILL:
+        with scratch_directory():
+            pass  # the next run cleans up after it
+    assert not list(TMPFS.glob(f"flashckpt-bench.{run.pid}.*"))
+    while any(_is_running(pid) for pid in children):
+        assert time.monotonic() < deadline, "workers outlive their parent"
+        time.sleep(0.05)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return "bench.worker" in Path(f"/proc/{pid}/cmdline").read_text() and os.path.exists(f"/proc/{pid}/exe")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
