@@ -185,7 +185,9 @@ def main() -> int:
         parser.error("the native core is not built: pip install -e .")
     size = arguments.mib << 20
     source = np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8)
-    target = np.ones(size, dtype=np.uint8)
+    room = np.ones(size + 64, dtype=np.uint8)
+    start = -room.ctypes.data % 64  # torch aligns its tensors so, NumPy does not
+    target = room[start : start + size]
     with tempfile.TemporaryFile(dir=arguments.directory) as file:
         os.ftruncate(file.fileno(), size)
         slot = mmap.mmap(file.fileno(), size)
