@@ -32,8 +32,8 @@ def test_codes_are_unique_and_shown():
 
 
 def test_every_error_a_user_can_meet_is_public():
-    internal = {"UncoveredError"}
-    assert {cls.__name__ for cls in tree()} - internal <= set(flashckpt.__all__)
+    # Classes elsewhere are internal to a stage or a tool, which catches them.
+    assert {cls.__name__ for cls in tree() if cls.__module__ == "flashckpt.errors"} < set(flashckpt.__all__)
 
 
 def test_an_unknown_field_is_an_attribute_error():
