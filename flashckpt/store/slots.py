@@ -191,7 +191,7 @@ class SlotStore:
                 for slot in list(self._writing.values()):
                     self.abandon(slot)
                 if remove_pool:
-                    self._supply.remove_own_pool()
+                    self._supply.remove_free(own=True)
         except FlashError as error:
             _log.warning("slot store %s: free slots were left behind: %s", self.path, error)
         finally:
@@ -340,6 +340,11 @@ class SlotStore:
                 dropped_bytes += found.st_size
         dropped_files += voids.drop_stale(self._directory, lambda writer: self._is_dead(writer, dead))
         return Reclaimed(files, size_bytes, dropped_files, dropped_bytes)
+
+    def trim(self) -> int:
+        """Gives memory back: unlinks free slots that exited processes left and nobody claimed. Returns how many."""
+        self._check_usable()
+        return self._supply.remove_free(own=False)
 
     # -- shards -------------------------------------------------------------------------------------------
 

@@ -173,11 +173,11 @@ class Supply:
         finally:
             os.close(fd)
 
-    def remove_own_pool(self) -> None:
+    def remove_free(self, *, own: bool) -> int:
+        """Unlinks free slots: our own, or those that exited processes left. Returns how many."""
         candidates, _ = self._claimable()
-        for candidate in candidates:
-            if candidate.writer == self._owner:
-                self._directory.remove(State.POOL, candidate.name)
+        chosen = [candidate for candidate in candidates if (candidate.writer == self._owner) == own]
+        return sum(self._directory.remove(State.POOL, candidate.name) for candidate in chosen)
 
     def forget_unlinked(self) -> None:
         """Others may have quarantined and dropped our shards; a mapping would keep their memory."""
