@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import (
-        Sequence,
-    )
+    from collections.abc import Sequence
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +27,7 @@ class DeviceCopy:
 
 def native_address(tensor: torch.Tensor) -> int | None:
     """The address the native core may copy from or to; None where it has to be done by torch."""
-    if tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_neg() or (tensor.is_complex() and tensor.is_conj())):
+    if tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj()):
         return tensor.data_ptr()
     return None
 

@@ -10,9 +10,8 @@ from flashckpt.format.shard import read_header
 from flashckpt.load.cover import Index, index, uncovered
 from flashckpt.load.plan import Want
 from flashckpt.load.read import OpenShard, Target, read_range
-from flashckpt.save.plan import narrow
 from flashckpt.save.values import Values, unpack
-from flashckpt.state.regions import TensorSpec, describe, local_parts
+from flashckpt.state.regions import TensorSpec, describe, local_parts, narrow
 from flashckpt.types import Box, Generation
 
 if TYPE_CHECKING:

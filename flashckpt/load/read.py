@@ -14,6 +14,7 @@ from flashckpt.errors import CorruptShardError
 from flashckpt.failpoints import failpoint
 from flashckpt.format.dtypes import ITEMSIZE
 from flashckpt.load.plan import Int64s, Transfer, runs
+from flashckpt.state.regions import narrow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -120,9 +121,8 @@ def _pieces(transfer: Transfer, target: Target, bounces: list[_Bounce]) -> Int64
 def _land(bounce: _Bounce, target: Target) -> None:
     """From the host buffer into a tensor of another device, stride or dtype."""
     overlap = bounce.transfer.overlap
-    into = target.tensor.detach()
-    for dim, (at, base, size) in enumerate(zip(overlap.offsets, target.box.offsets, overlap.sizes, strict=True)):
-        into = into.narrow(dim, at - base, size)
+    start = (at - base for at, base in zip(overlap.offsets, target.box.offsets, strict=True))
+    into = narrow(target.tensor.detach(), start, overlap.sizes)
     if bounce.buffer.dtype == into.dtype and not (into.is_neg() or into.is_conj()):
         as_bits(into).copy_(as_bits(bounce.buffer))
     else:

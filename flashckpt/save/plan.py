@@ -6,14 +6,11 @@ import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.distributed.tensor import DTensor
-
 from flashckpt.errors import InternalError
 from flashckpt.format.dtypes import ITEMSIZE
 from flashckpt.format.layout import encode_layout, fingerprint
 from flashckpt.save.dedup import Candidate, share
-from flashckpt.state.regions import Region, TensorSpec, describe, local_parts, signature
+from flashckpt.state.regions import Region, TensorSpec, describe, local_parts, plain_local, signature
 from flashckpt.types import Box, Layout, TensorEntry
 
 if TYPE_CHECKING:
@@ -44,8 +41,6 @@ class Source:
 class SavePlan:
     """What one structure of the state always leads to."""
 
-    signatures: list[Any]
-    aliases: list[int]
     sources: tuple[Source, ...]
     layout: Layout
     layout_bytes: bytes
@@ -59,22 +54,19 @@ class Planner:
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
-        self._cached: SavePlan | None = None
+        self._cached: tuple[list[Any], SavePlan] | None = None
         self.dedup = True
 
     def plan(self, flat: Flat) -> SavePlan:
         tensors = list(flat.tensors.values())
-        signatures: list[Any] = [self.dedup, list(flat.tensors), flat.per_rank, flat.paths]
-        signatures += map(signature, tensors)
         aliases = _aliases(tensors)
-        cached = self._cached
-        if cached is not None and cached.signatures == signatures and cached.aliases == aliases:
-            return cached
-        self._cached = make_plan(flat, self._topology, self.dedup, signatures, aliases)
-        return self._cached
+        structure = [self.dedup, list(flat.tensors), flat.per_rank, flat.paths, aliases, list(map(signature, tensors))]
+        if self._cached is None or self._cached[0] != structure:
+            self._cached = structure, _make_plan(flat, self._topology, self.dedup, aliases)
+        return self._cached[1]
 
 
-def make_plan(flat: Flat, topology: Topology, dedup: bool, signatures: list[Any], aliases: list[int]) -> SavePlan:
+def _make_plan(flat: Flat, topology: Topology, dedup: bool, aliases: list[int]) -> SavePlan:
     specs = [describe(fqn, tensor) for fqn, tensor in flat.tensors.items()]
     per_rank = [fqn in flat.per_rank for fqn in flat.tensors]
     # Tied tensors are one set of bytes; the later key becomes an entry with the same range.
@@ -141,8 +133,6 @@ def make_plan(flat: Flat, topology: Topology, dedup: bool, signatures: list[Any]
     layout = Layout(tuple(entries))
     layout_bytes = encode_layout(layout)
     return SavePlan(
-        signatures=signatures,
-        aliases=aliases,
         sources=tuple(sources),
         layout=layout,
         layout_bytes=layout_bytes,
@@ -211,7 +201,7 @@ def _aliases(tensors: list[Any]) -> list[int]:
     first: dict[int, int] = {}
     aliases = []
     for i, tensor in enumerate(tensors):
-        local = _plain_local(tensor)
+        local = plain_local(tensor)
         try:
             pointer = local.data_ptr() if local is not None else 0
         except RuntimeError:  # no storage: describe() will say what is wrong with it
@@ -223,14 +213,8 @@ def _aliases(tensors: list[Any]) -> list[int]:
     return aliases
 
 
-def _plain_local(tensor: Any) -> torch.Tensor | None:
-    if isinstance(tensor, DTensor):
-        tensor = tensor._local_tensor
-    return tensor if type(tensor) in (torch.Tensor, torch.nn.Parameter) else None
-
-
 def _same(a: Any, b: Any) -> bool:
-    x, y = _plain_local(a), _plain_local(b)
+    x, y = plain_local(a), plain_local(b)
     return (
         x is not None
         and y is not None
@@ -241,18 +225,3 @@ def _same(a: Any, b: Any) -> bool:
         and x.is_conj() == y.is_conj()
         and x.is_neg() == y.is_neg()
     )
-
-
-def local_source(fqn: str, tensor: Any, source: Source) -> torch.Tensor:
-    """The bytes of one entry as a tensor: a view of the user's memory, any stride, any device."""
-    part = local_parts(fqn, tensor)[source.part]
-    if source.whole:
-        return part
-    return narrow(part, source.local_offsets, source.sizes)
-
-
-def narrow(part: torch.Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
-    """A view of one box of a local tensor."""
-    for dim, (start, size) in enumerate(zip(offsets, sizes, strict=True)):
-        part = part.narrow(dim, start, size)
-    return part

@@ -5,17 +5,18 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from flashckpt import native
 from flashckpt.devices import Copier, DeviceCopy, native_address
 from flashckpt.failpoints import failpoint
-from flashckpt.save.plan import SavePlan, local_source
+from flashckpt.state.regions import local_parts, narrow, plain_local
 
 if TYPE_CHECKING:
-    from flashckpt.state.flatten import Flat
+    from collections.abc import Sequence
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+    import torch
+
+    from flashckpt.save.plan import SavePlan, Source
+    from flashckpt.state.flatten import Flat
 
 
 def snapshot(
@@ -35,13 +36,13 @@ def snapshot(
     """
     pieces: list[int] = []
     by_torch: list[DeviceCopy] = []
-    keep: list[torch.Tensor] = []  # SAFETY: the native pass reads addresses; these must outlive it
+    keep: list[torch.Tensor] = []  # SAFETY: the native pass reads addresses; these and `flat` must outlive it
     fqns: list[str] = list(flat.tensors)
-    tensors: list[Any] = list(flat.tensors.values())
+    tensors: Sequence[Any] = list(flat.tensors.values())
     for source in plan.sources:
-        tensor = tensors[source.tensor]
-        if not (source.whole and type(tensor) in _PLAIN):
-            tensor = local_source(fqns[source.tensor], tensor, source)
+        tensor = plain_local(tensors[source.tensor]) if source.whole else None
+        if tensor is None:
+            tensor = _view(fqns[source.tensor], tensors[source.tensor], source)
             keep.append(tensor)
         address = native_address(tensor)
         if address is None:
@@ -57,3 +58,9 @@ def snapshot(
     crcs = native.scatter_copy(data, array("q", pieces), chunk_bytes, threads)
     failpoint("after_copy")
     return crcs
+
+
+def _view(fqn: str, tensor: Any, source: Source) -> torch.Tensor:
+    """The bytes of one entry as a tensor: a view of the user's memory, any stride, any device."""
+    part = local_parts(fqn, tensor)[source.part]
+    return part if source.whole else narrow(part, source.local_offsets, source.sizes)

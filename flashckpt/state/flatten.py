@@ -16,6 +16,9 @@ from flashckpt.errors import StructureError
 
 Path = tuple[str | int, ...]
 
+# Nearly every leaf is exactly one of these. They are never made of other tensors: no need to ask, at every save.
+_WHOLE_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, DTensor, ShardedTensor})
+
 
 class PerRank:
     """Marks a part of the state dict that every rank has its own version of.
@@ -54,7 +57,9 @@ def flatten(state_dict: Mapping[Any, Any]) -> Flat:
 
 
 def _walk(flat: Flat, fqn: str, path: Path, value: Any, per_rank: bool) -> None:
-    if isinstance(value, torch.Tensor):
+    if type(value) in _WHOLE_TENSORS:
+        _put(flat, flat.tensors, fqn, path, value, per_rank)
+    elif isinstance(value, torch.Tensor):
         if _is_wrapper(value):
             for name in value.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
                 _walk(flat, f"{fqn}.{name}", (*path, name), getattr(value, name), per_rank)
@@ -68,8 +73,6 @@ def _walk(flat: Flat, fqn: str, path: Path, value: Any, per_rank: bool) -> None:
             _walk(flat, f"{fqn}.{index}", (*path, index), item, per_rank)
     elif isinstance(value, PerRank):
         _walk(flat, fqn, path, value.value, True)
-    elif isinstance(value, ShardedTensor):
-        _put(flat, flat.tensors, fqn, path, value, per_rank)
     elif _is_stateful(value):
         flat.statefuls[fqn] = value.state_dict()
         _walk(flat, fqn, path, flat.statefuls[fqn], per_rank)
@@ -99,7 +102,7 @@ def _is_wrapper(value: Any) -> bool:
 
 def _holds_tensors(value: Any) -> bool:
     for item in value:
-        if isinstance(item, (torch.Tensor, Mapping, ShardedTensor, PerRank)) or _is_stateful(item):
+        if isinstance(item, (torch.Tensor, Mapping, PerRank)) or _is_stateful(item):
             return True
         if isinstance(item, (list, tuple)) and _holds_tensors(item):
             return True
@@ -124,7 +127,7 @@ def restore(state_dict: MutableMapping[Any, Any], flat: Flat, values: Mapping[st
 
 
 def _rebuild(flat: Flat, values: Mapping[str, Any], fqn: str, value: Any) -> Any:
-    if isinstance(value, (torch.Tensor, ShardedTensor)):
+    if isinstance(value, torch.Tensor):
         return value
     if isinstance(value, PerRank):
         value.value = _rebuild(flat, values, fqn, value.value)

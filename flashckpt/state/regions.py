@@ -18,7 +18,7 @@ from flashckpt.format.dtypes import ITEMSIZE
 from flashckpt.types import Box
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +37,35 @@ class TensorSpec:
     dtype: str
     global_shape: tuple[int, ...]
     regions: tuple[Region, ...]
-    holders: tuple[int, ...] | None  # global ranks that hold exactly these regions; None: all ranks, by assumption
+    # Global ranks that hold exactly these regions. None: all ranks, by assumption; (): nobody else that we know of.
+    holders: tuple[int, ...] | None
+
+
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
 def signature(tensor: Any) -> tuple[Any, ...]:
     """Equal signatures have equal specs. Cheap: it is taken for every tensor at every save."""
+    if type(tensor) in _PLAIN_TYPES:
+        return (tensor.dtype, tensor.shape)
     if isinstance(tensor, DTensor):
-        spec = tensor._spec
-        return (tensor.dtype, spec.shape, spec.placements, id(spec.mesh), tensor._local_tensor.shape)
+        spec, local = tensor._spec, tensor._local_tensor
+        # tensor_meta is the global shape and dtype: the DTensor's own properties answer three times as slowly.
+        # The mesh itself and not its id, which another mesh may get once this one is gone.
+        return (spec.tensor_meta, spec.placements, spec.mesh, local.dtype, local.shape)
     if isinstance(tensor, ShardedTensor):
         shards = tuple((tuple(s.metadata.shard_offsets), tuple(s.metadata.shard_sizes)) for s in tensor.local_shards())
         return (_dtype(tensor), tensor.metadata().size, shards)
     return (tensor.dtype, tensor.shape)
+
+
+def plain_local(tensor: Any) -> torch.Tensor | None:
+    """The one local tensor, where it is an ordinary one; None sends the caller to `local_parts`.
+
+    Nearly every leaf has one, and at every save `local_parts` would cost several times as much.
+    """
+    local: torch.Tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local if type(local) in _PLAIN_TYPES else None
 
 
 def local_parts(fqn: str, tensor: Any) -> list[torch.Tensor]:
@@ -67,6 +84,13 @@ def local_parts(fqn: str, tensor: Any) -> list[torch.Tensor]:
     if isinstance(tensor, AsyncCollectiveTensor):
         return [tensor.wait()]
     return [tensor]
+
+
+def narrow(part: torch.Tensor, offsets: Iterable[int], sizes: Iterable[int]) -> torch.Tensor:
+    """A view of one box of a local tensor."""
+    for dim, (start, size) in enumerate(zip(offsets, sizes, strict=True)):
+        part = part.narrow(dim, start, size)
+    return part
 
 
 def describe(fqn: str, tensor: Any) -> TensorSpec:
