@@ -153,8 +153,8 @@ class ShardWriter:
         while True:
             scan, verdicts = self.verdicts()
             free = releasable(verdicts)
-            self._release_left_behind(scan, free, shard)
             mine = [one for one in scan if one.writer == me]
+            self._release_left_behind([one for one in scan if one.writer != me], free, shard)
             if len(mine) < self._config.slots_per_rank:
                 return self._store.claim(size_bytes)
             oldest = min((one for one in mine if one.shard.generation in free), key=_age, default=None)
@@ -164,13 +164,13 @@ class ShardWriter:
                 return self._store.claim(size_bytes)
             self._wait_or_refuse(shard, verdicts, deadline)
 
-    def _release_left_behind(self, scan: tuple[Sealed, ...], free: set[Generation], shard: ShardId) -> None:
+    def _release_left_behind(self, others: list[Sealed], free: set[Generation], shard: ShardId) -> None:
         """Gives shards of processes that are gone back to the pool.
 
         Each rank takes those of its own number (modulo the world), so that ranks do not race for them and,
         after a restart with the same world, finds a slot of just its size.
         """
-        for one in scan:
+        for one in others:
             if one.shard.generation in free and one.shard.rank % shard.world == shard.rank and is_dead(one.writer):
                 self._store.release(one)
 
