@@ -157,6 +157,8 @@ class ShardWriter:
             self._release_left_behind([one for one in scan if one.writer != me], free, shard)
             if len(mine) < self._config.slots_per_rank:
                 return self._store.claim(size_bytes)
+            # All slots of our own: what earlier processes left (of another world size, say) is nobody's any more.
+            self._store.trim()
             oldest = min((one for one in mine if one.shard.generation in free), key=_age, default=None)
             if oldest is not None:
                 failpoint("before_recycle")

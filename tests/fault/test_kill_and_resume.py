@@ -142,4 +142,4 @@ def test_other_world_after_a_kill(ranks, nursery, memory_dir, tmp_path):
     )
     assert -9 in killed.codes
     again = nursery.run(ranks, memory_dir=memory_dir, first=1, steps=STEPS + 3, task="work")
-    assert resumed(again) == 3
+    assert (resumed(again), again.codes) == (3, [0] * ranks), again.outputs

@@ -43,6 +43,15 @@ def test_ranks_that_part_later_lose_one_generation_and_never_the_last(nursery, m
     assert [said[0] for said in job.said("loaded")] == [["5", "True"]] * 2
 
 
+def test_memory_of_a_larger_world_is_given_back(nursery, memory_dir):
+    """Four ranks leave eight slots; two ranks need four larger ones, and the rest goes."""
+    assert nursery.run(4, memory_dir=memory_dir, first=1, steps=3, scale=50).codes == [0] * 4
+    job = nursery.run(2, memory_dir=memory_dir, first=1, steps=9, scale=50)
+    assert job.codes == [0, 0], job.outputs
+    assert sorted(path.name for path in Path(memory_dir, "work", "pool").iterdir()) == []
+    assert len(list(Path(memory_dir, "work", "sealed").iterdir())) == 4
+
+
 def test_a_rank_that_runs_ahead_waits_and_loses_nothing(nursery, memory_dir):
     job = nursery.run(2, task="busy", memory_dir=memory_dir, on_busy="wait", late=1.5)
     assert job.codes == [0, 0], job.outputs
