@@ -42,7 +42,7 @@ def test_memory_of_a_staged_copy_is_seen() -> None:
 def test_a_worker_that_dies_is_named() -> None:
     with scratch_directory() as directory, Worker("dcp", SPEC, directory / "own") as worker:
         os.kill(worker.pid, signal.SIGKILL)
-        with pytest.raises(BenchError, match="dcp: ended during .* with status -9"):
+        with pytest.raises(BenchError, match=r"dcp: ended during .* with status -9"):
             worker.save(1)
 
 
