@@ -40,12 +40,28 @@ def as_bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_BY_ITEMSIZE[tensor.itemsize])
 
 
+class CudaRegistrar:
+    """Page-locks memory that is mapped already, so that the device copies into it at full speed."""
+
+    def register(self, address: int, length_bytes: int) -> None:
+        error = torch.cuda.cudart().cudaHostRegister(address, length_bytes, 1)  # type: ignore[no-untyped-call]
+        if int(error) != 0:
+            # Copies still work, through the driver's own staging buffer, at a fraction of the speed.
+            log.warning("cudaHostRegister of %d bytes failed with error %s; copies will be slower", length_bytes, error)
+
+    def unregister(self, address: int) -> None:
+        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+
+
 class Copier:
     """Owns the side streams and the registration of slots with the device driver."""
 
-    def __init__(self) -> None:
+    def __init__(self, registrar: CudaRegistrar | None = None) -> None:
+        self._registrar = registrar or CudaRegistrar()
         self._streams: dict[torch.device, torch.Stream] = {}
-        self._registered: dict[int, int] = {}  # address -> length
+        # SAFETY: holding the tensor keeps its slot mapped for as long as the driver has it registered; the store
+        # does not unmap or resize memory that somebody has a buffer over.
+        self._pinned: dict[int, torch.Tensor] = {}
 
     def copy(self, data: memoryview, copies: Sequence[DeviceCopy]) -> None:
         """Copies into `data`; once this returns the tensors may be mutated."""
@@ -54,18 +70,33 @@ class Copier:
         area = torch.frombuffer(data, dtype=torch.uint8)
         streams: dict[torch.device, torch.Stream] = {}
         for one in copies:
-            bits = as_bits(one.source)
-            target = area[one.offset_bytes : one.offset_bytes + one.length_bytes].view(bits.dtype).view(bits.shape)
-            if bits.is_cpu:
-                target.copy_(bits)
+            if one.source.is_cpu:
+                _put(area, one)
                 continue
-            if bits.device not in streams:
-                streams[bits.device] = self._side_stream(bits.device, area)
-            with streams[bits.device]:
-                target.copy_(bits, non_blocking=True)
+            device = one.source.device
+            if device not in streams:
+                streams[device] = self._side_stream(device, area)
+            with streams[device]:
+                _put(area, one)
         # IMPORTANT: STAGED promises that the caller may mutate its tensors, so every copy has to have ended.
         for stream in streams.values():
             stream.synchronize()
+
+    def pin(self, area: torch.Tensor) -> None:
+        """Registers a slot's memory once. Slots of another size are let go: the state has grown or shrunk."""
+        known = self._pinned.get(area.data_ptr())
+        if known is not None and known.numel() == area.numel():
+            return
+        for address in [address for address, held in self._pinned.items() if held.numel() != area.numel()]:
+            self._registrar.unregister(address)
+            del self._pinned[address]
+        self._registrar.register(area.data_ptr(), area.numel())
+        self._pinned[area.data_ptr()] = area
+
+    def close(self) -> None:
+        for address in self._pinned:
+            self._registrar.unregister(address)
+        self._pinned.clear()
 
     def _side_stream(self, device: torch.device, area: torch.Tensor) -> torch.Stream:
         """A stream of our own that starts after the work queued so far, and pinned memory to copy into."""
@@ -74,23 +105,11 @@ class Copier:
         stream = self._streams[device]
         stream.wait_stream(torch.accelerator.current_stream(device))
         if device.type == "cuda":
-            self._register(area)
+            self.pin(area)
         return stream
 
-    def _register(self, area: torch.Tensor) -> None:
-        address, length = area.data_ptr(), area.numel()
-        if self._registered.get(address) == length:
-            return
-        cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        if address in self._registered:
-            cudart.cudaHostUnregister(address)
-        error = cudart.cudaHostRegister(address, length, 1)  # 1: portable, for all contexts
-        if int(error) != 0:
-            # Copies still work, through the driver's own staging buffer, at a fraction of the speed.
-            log.warning("cudaHostRegister of %d bytes failed with error %s; copies will be slower", length, error)
-        self._registered[address] = length
 
-    def close(self) -> None:
-        for address in self._registered:
-            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
-        self._registered.clear()
+def _put(area: torch.Tensor, one: DeviceCopy) -> None:
+    bits = as_bits(one.source)
+    target = area[one.offset_bytes : one.offset_bytes + one.length_bytes].view(bits.dtype).view(bits.shape)
+    target.copy_(bits, non_blocking=not bits.is_cpu)

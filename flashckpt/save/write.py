@@ -76,7 +76,8 @@ class ShardWriter:
                 threads=self._threads,
                 copier=self._copier,
             )
-            data.release()
+            with contextlib.suppress(BufferError):  # registered with a device: the copier keeps it
+                data.release()
             on_staged()
             copied = time.perf_counter()
             header = encode_header(
