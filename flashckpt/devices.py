@@ -59,9 +59,10 @@ class Copier:
     def __init__(self, registrar: CudaRegistrar | None = None) -> None:
         self._registrar = registrar or CudaRegistrar()
         self._streams: dict[torch.device, torch.Stream] = {}
-        # SAFETY: holding the tensor keeps its slot mapped for as long as the driver has it registered; the store
-        # does not unmap or resize memory that somebody has a buffer over.
-        self._pinned: dict[int, torch.Tensor] = {}
+        # SAFETY: holding a view keeps the slot mapped for as long as the driver has it registered; the store does
+        # not unmap or resize memory that somebody has a view of. (A tensor made by frombuffer would not do: torch
+        # gives the buffer back at once.)
+        self._pinned: dict[int, memoryview] = {}
 
     def copy(self, data: memoryview, copies: Sequence[DeviceCopy]) -> None:
         """Copies into `data`; once this returns the tensors may be mutated."""
@@ -75,37 +76,39 @@ class Copier:
                 continue
             device = one.source.device
             if device not in streams:
-                streams[device] = self._side_stream(device, area)
+                streams[device] = self._side_stream(device, data)
             with streams[device]:
                 _put(area, one)
         # IMPORTANT: STAGED promises that the caller may mutate its tensors, so every copy has to have ended.
         for stream in streams.values():
             stream.synchronize()
 
-    def pin(self, area: torch.Tensor) -> None:
+    def pin(self, data: memoryview) -> None:
         """Registers a slot's memory once. Slots of another size are let go: the state has grown or shrunk."""
-        known = self._pinned.get(area.data_ptr())
-        if known is not None and known.numel() == area.numel():
+        address = torch.frombuffer(data, dtype=torch.uint8).data_ptr()
+        known = self._pinned.get(address)
+        if known is not None and known.nbytes == data.nbytes:
             return
-        for address in [address for address, held in self._pinned.items() if held.numel() != area.numel()]:
-            self._registrar.unregister(address)
-            del self._pinned[address]
-        self._registrar.register(area.data_ptr(), area.numel())
-        self._pinned[area.data_ptr()] = area
+        self._let_go([other for other, held in self._pinned.items() if held.nbytes != data.nbytes])
+        self._registrar.register(address, data.nbytes)
+        self._pinned[address] = memoryview(data)
 
     def close(self) -> None:
-        for address in self._pinned:
-            self._registrar.unregister(address)
-        self._pinned.clear()
+        self._let_go(list(self._pinned))
 
-    def _side_stream(self, device: torch.device, area: torch.Tensor) -> torch.Stream:
+    def _let_go(self, addresses: list[int]) -> None:
+        for address in addresses:
+            self._registrar.unregister(address)
+            self._pinned.pop(address).release()
+
+    def _side_stream(self, device: torch.device, data: memoryview) -> torch.Stream:
         """A stream of our own that starts after the work queued so far, and pinned memory to copy into."""
         if device not in self._streams:
             self._streams[device] = torch.Stream(device=device)
         stream = self._streams[device]
         stream.wait_stream(torch.accelerator.current_stream(device))
         if device.type == "cuda":
-            self.pin(area)
+            self.pin(data)
         return stream
 
 

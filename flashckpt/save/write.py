@@ -76,8 +76,7 @@ class ShardWriter:
                 threads=self._threads,
                 copier=self._copier,
             )
-            with contextlib.suppress(BufferError):  # registered with a device: the copier keeps it
-                data.release()
+            data.release()
             on_staged()
             copied = time.perf_counter()
             header = encode_header(
