@@ -36,7 +36,7 @@ from flashckpt.load.read import Target, read
 from flashckpt.save.plan import SavePlan, Source, aligned
 from flashckpt.save.values import pack
 from flashckpt.save.write import ShardWriter
-from flashckpt.state.flatten import Flat
+from flashckpt.state.flatten import Flat, path_of
 from flashckpt.store.slots import SlotStore
 from flashckpt.types import Box, Generation, Layout, ShardId, TensorEntry
 
@@ -52,6 +52,10 @@ log = logging.getLogger(__name__)
 # Attempts made by a process of DCP's own (async_save with a process) count from here, so that they never meet
 # those of the trainer, which it can't see.
 _FOREIGN_SEQ = 1 << 32
+
+
+# Marks bytes that a planner of the user's made and will parse again, apart from a saved `bytes` value.
+_PLANNER_BYTES = "\x1fplanner bytes"
 
 
 class _Foreign:
@@ -102,8 +106,7 @@ class FlashWriter(StorageWriter):
         self.generation = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        rank = kwargs.get("rank", self._origin.topology.rank)
-        self._rank = rank
+        self._rank = kwargs.get("rank", self._origin.topology.rank)
         if not is_coordinator or not kwargs.get("use_collectives", True):
             self._world = self._origin.topology.world
 
@@ -184,7 +187,7 @@ def _plan_tensors(items: list[WriteItem], planner: SavePlanner) -> tuple[Flat, S
         entries.append(
             TensorEntry(
                 fqn=item.index.fqn,
-                path=tuple(paths.get(item.index.fqn) or item.index.fqn.split(".")),
+                path=path_of(item.index.fqn, paths),
                 dtype=str(tensor.dtype).removeprefix("torch."),
                 global_shape=tuple(data.size),
                 box=box,
@@ -209,27 +212,17 @@ def _value(item: WriteItem, planner: SavePlanner) -> Any:
     data = planner.resolve_data(item)
     if not isinstance(data, io.BytesIO):
         raise ConfigError(f"key {item.index.fqn!r}: expected the planner to give bytes, found {type(data).__name__}")
-    return _PlannerBytes.wrap(data.getvalue())
+    return {_PLANNER_BYTES: data.getvalue()}
 
 
-class _PlannerBytes:
-    """Bytes that a planner of the user's made and will parse again; kept apart from a saved `bytes` value."""
-
-    MARK = "\x1fplanner bytes"
-
-    @classmethod
-    def wrap(cls, data: bytes) -> dict[str, bytes]:
-        return {cls.MARK: data}
-
-    @classmethod
-    def to_stream(cls, value: Any) -> io.BytesIO:
-        """What `planner.load_bytes` gets: the planner's own bytes, or the value as DCP would have saved it."""
-        if isinstance(value, dict) and list(value) == [cls.MARK]:
-            return io.BytesIO(value[cls.MARK])
-        stream = io.BytesIO()
-        torch.save(value, stream)
-        stream.seek(0)
-        return stream
+def _to_stream(value: Any) -> io.BytesIO:
+    """What `planner.load_bytes` gets: the planner's own bytes, or the value as DCP would have saved it."""
+    if isinstance(value, dict) and list(value) == [_PLANNER_BYTES]:
+        return io.BytesIO(value[_PLANNER_BYTES])
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    stream.seek(0)
+    return stream
 
 
 class FlashReader(StorageReader):
@@ -314,7 +307,7 @@ class FlashReader(StorageReader):
             for item in plan.items:
                 if item.type == LoadItemType.BYTE_IO:
                     _, value = attempt.value(item.storage_index.fqn, self._rank, checkpointer.config.verify)
-                    planner.load_bytes(item, _PlannerBytes.to_stream(value))
+                    planner.load_bytes(item, _to_stream(value))
             resolved = [planner.resolve_tensor(item) for item in tensors]
             for item, tensor in zip(tensors, resolved, strict=True):
                 transfer, target = _transfer(item, tensor, stored, len(targets))
@@ -323,7 +316,7 @@ class FlashReader(StorageReader):
             read(
                 transfers,
                 attempt.shards,
-                targets.__getitem__,
+                targets,
                 threads=checkpointer.threads,
                 verify=checkpointer.config.verify,
             )

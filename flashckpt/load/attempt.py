@@ -1,4 +1,4 @@
-"""One attempt to load one generation: open its shards, prove coverage, plan, read."""
+"""One attempt at one generation: its shards opened, compared with their names and proved to cover; its values."""
 
 from __future__ import annotations
 
@@ -8,17 +8,14 @@ from typing import TYPE_CHECKING, Any
 from flashckpt.errors import CorruptShardError, FlashError
 from flashckpt.format.shard import read_header
 from flashckpt.load.cover import Index, index, uncovered
-from flashckpt.load.plan import Want
-from flashckpt.load.read import OpenShard, Target, read_range
+from flashckpt.load.read import OpenShard, read_range
 from flashckpt.save.values import Values, unpack
-from flashckpt.state.regions import TensorSpec, describe, local_parts, narrow
-from flashckpt.types import Box, Generation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from flashckpt.state.flatten import Flat
     from flashckpt.store.slots import Sealed, SlotStore
+    from flashckpt.types import Generation
 
 
 class UncoveredError(FlashError):
@@ -106,29 +103,3 @@ class Attempt:
             if fqn in saved.values and (number == rank or fqn not in saved.per_rank):
                 return True, saved.values[fqn]
         return False, None
-
-
-class LiveTensors:
-    """This rank's tensors as things to fill."""
-
-    def __init__(self, flat: Flat) -> None:
-        self._targets: list[Target] = []
-        self.wants: list[Want] = []
-        for fqn, tensor in flat.tensors.items():
-            spec = describe(fqn, tensor)
-            parts = local_parts(fqn, tensor)
-            for region in spec.regions:
-                part = narrow(parts[region.part], region.local_offsets, region.box.sizes)
-                self._want(fqn, flat, spec, Target(part, region.box))
-            if 0 in spec.global_shape:
-                # Nothing to fill, but its shape and dtype are checked like any other's.
-                self._want(fqn, flat, spec, Target(parts[0], Box((0,) * len(spec.global_shape), spec.global_shape)))
-
-    def _want(self, fqn: str, flat: Flat, spec: TensorSpec, target: Target) -> None:
-        self.wants.append(
-            Want(fqn, fqn in flat.per_rank, spec.dtype, spec.global_shape, target.box, len(self._targets))
-        )
-        self._targets.append(target)
-
-    def target(self, number: int) -> Target:
-        return self._targets[number]

@@ -28,7 +28,7 @@ class Want:
     dtype: str
     global_shape: tuple[int, ...]
     box: Box
-    target: int  # the caller's own number for the tensor to fill
+    target: int  # index of the tensor to fill, among the caller's
 
 
 @dataclass(frozen=True, slots=True)

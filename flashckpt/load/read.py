@@ -13,11 +13,12 @@ from flashckpt.devices import as_bits, native_address
 from flashckpt.errors import CorruptShardError
 from flashckpt.failpoints import failpoint
 from flashckpt.format.dtypes import ITEMSIZE
+from flashckpt.load.cover import keys_in_chunks
 from flashckpt.load.plan import Int64s, Transfer, runs
 from flashckpt.state.regions import narrow
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from flashckpt.types import Box, ShardHeader
 
@@ -50,7 +51,7 @@ class _Bounce:
 def read(
     transfers: Sequence[Transfer],
     shards: Sequence[OpenShard],
-    targets: Callable[[int], Target],
+    targets: Sequence[Target],
     *,
     threads: int,
     verify: bool,
@@ -63,13 +64,13 @@ def read(
         by_shard: dict[int, list[Int64s]] = {}
         bounces: list[_Bounce] = []
         for transfer in batch:
-            pieces = _pieces(transfer, targets(transfer.want.target), bounces)
+            pieces = _pieces(transfer, targets[transfer.want.target], bounces)
             by_shard.setdefault(transfer.shard, []).append(pieces)
         for number, pieces_list in by_shard.items():
             failpoint("mid_read")
             _gather(shards[number], number, np.concatenate(pieces_list), threads, verify)
         for bounce in bounces:
-            _land(bounce, targets(bounce.transfer.want.target))
+            _land(bounce, targets[bounce.transfer.want.target])
 
 
 def read_range(shard: OpenShard, number: int, offset_bytes: int, length_bytes: int, verify: bool) -> bytearray:
@@ -81,13 +82,13 @@ def read_range(shard: OpenShard, number: int, offset_bytes: int, length_bytes: i
     return data
 
 
-def _batches(transfers: Sequence[Transfer], targets: Callable[[int], Target]) -> Iterator[list[Transfer]]:
+def _batches(transfers: Sequence[Transfer], targets: Sequence[Target]) -> Iterator[list[Transfer]]:
     """Groups transfers so that bounce buffers stay bounded; what needs none never starts a new group."""
     batch: list[Transfer] = []
     bounced = 0
     for transfer in transfers:
         size = transfer.overlap.volume * ITEMSIZE[transfer.entry.dtype]
-        if not _direct(transfer, targets(transfer.want.target)):
+        if not _direct(transfer, targets[transfer.want.target]):
             if bounced and bounced + size > BOUNCE_BYTES:
                 yield batch
                 batch, bounced = [], 0
@@ -142,23 +143,15 @@ def _gather(shard: OpenShard, number: int, pieces: Int64s, threads: int, verify:
         verify,
     )
     if bad:
-        raise corrupt(header, number, bad)
+        raise _corrupt(header, number, bad)
 
 
-def corrupt(header: ShardHeader, number: int, bad: Sequence[int]) -> CorruptShardError:
-    """Names the shard, the chunks and the keys that lie in them."""
+def _corrupt(header: ShardHeader, number: int, bad: Sequence[int]) -> CorruptShardError:
     size = header.chunk_bytes
-    keys = sorted(
-        {
-            entry.fqn
-            for entry in header.layout.entries
-            for chunk in bad[:64]
-            if entry.offset_bytes < (chunk + 1) * size and entry.offset_bytes + entry.length_bytes > chunk * size
-        }
-    )
     return CorruptShardError(
         f"{header.shard}: {len(bad)} of {-(-header.data_length_bytes // size)} chunks fail their crc32c or are cut "
-        f"off, first chunk {bad[0]} at byte {header.data_offset_bytes + bad[0] * size}; keys {keys[:8]}",
+        f"off, first chunk {bad[0]} at byte {header.data_offset_bytes + bad[0] * size}; "
+        f"keys {keys_in_chunks(header, bad)[:8]}",
         hint="the copy in memory is damaged; another generation or copy is used where there is one",
         shard=header.shard,
         shard_index=number,

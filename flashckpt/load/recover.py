@@ -19,8 +19,9 @@ from flashckpt.errors import (
 )
 from flashckpt.failpoints import failpoint
 from flashckpt.load import inventory as inventories
-from flashckpt.load.attempt import Attempt, LiveTensors, UncoveredError
+from flashckpt.load.attempt import Attempt, UncoveredError
 from flashckpt.load.choose import Choice, choose
+from flashckpt.load.live import LiveTensors
 from flashckpt.load.plan import Transfer, plan
 from flashckpt.load.read import read
 from flashckpt.load.result import LoadResult
@@ -74,7 +75,6 @@ class Recovery:
         self._group = group
         self._topology = topology
         self._job = job
-        self._sealed: dict[Generation, list[Sealed]] = {}
         self._touched = False
 
     def take_inventory(self) -> Inventory:
@@ -107,17 +107,17 @@ class Recovery:
             # Before flattening: asking a Stateful for its state dict can change it (torch's optimizer helpers
             # take a step to make room for moments), and a load that finds nothing must leave no trace.
             return None
-        self._sealed = {}
+        sealed: dict[Generation, list[Sealed]] = {}
         for one in self._store.scan():
-            self._sealed.setdefault(one.shard.generation, []).append(one)
+            sealed.setdefault(one.shard.generation, []).append(one)
         flat = flatten(state_dict)
         live = LiveTensors(flat)
         stepped_over: list[str] = []
         for generation in choice.candidates:
-            with Attempt(self._store, self._sealed.get(generation, ()), self._job) as attempt:
+            with Attempt(self._store, sealed.get(generation, ()), self._job) as attempt:
                 result, problem = self._try(generation, attempt, state_dict, flat, live, request)
             if result is not None:
-                return _with(result, stepped_over)
+                return replace(result, stepped_over=tuple(stepped_over))
             stepped_over.append(f"{generation}: {problem}")
             log.warning("%s can't be used: %s", generation, problem)
         raise self._unusable(choice, stepped_over)
@@ -169,7 +169,7 @@ class Recovery:
         failpoint("after_plan")
         self._touched = True
         try:
-            read(transfers, attempt.shards, live.target, threads=request.threads, verify=verify)
+            read(transfers, attempt.shards, live.targets, threads=request.threads, verify=verify)
         except FlashError as raised:
             error = raised
         problem = self._agree(generation, attempt, error, "reading")
@@ -258,7 +258,3 @@ def _missing(
 
 def _listed(choice: Choice) -> str:
     return "".join(f"\n  - {generation}: {reason}" for generation, reason in choice.passed_over[:8])
-
-
-def _with(result: LoadResult, stepped_over: Sequence[str]) -> LoadResult:
-    return replace(result, stepped_over=tuple(stepped_over))

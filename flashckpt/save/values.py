@@ -12,6 +12,7 @@ import torch
 from flashckpt.devices import as_bits
 from flashckpt.errors import ConfigError, StructureError, UnsupportedValueError
 from flashckpt.format.values import Blob, decode_values, encode_values
+from flashckpt.state.flatten import path_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,7 +33,7 @@ class Values:
     extra: Any = None
 
     def path(self, fqn: str) -> Path:
-        return self.paths.get(fqn) or tuple(fqn.split("."))
+        return path_of(fqn, self.paths)
 
 
 def pack(flat: Flat, extra: Mapping[str, Any] | None, allow_torch_save: bool) -> bytes:
@@ -66,7 +67,7 @@ def _made_encodable(packed: dict[str, Any], allow_torch_save: bool, error: Unsup
         if _encodes(result[key]):
             with_tensors.append(key)
         elif allow_torch_save:
-            check_torch_save_is_safe()
+            _check_torch_save_is_safe()
             buffer = io.BytesIO()
             torch.save(value, buffer)
             result[key] = Blob(buffer.getvalue())
@@ -118,7 +119,7 @@ def unpack(blob: bytes | bytearray) -> Values:
 def _decoded(key: str, value: Any) -> Any:
     if not isinstance(value, Blob):
         return value
-    check_torch_save_is_safe()
+    _check_torch_save_is_safe()
     try:
         return torch.load(io.BytesIO(bytes(value)), weights_only=True)
     except Exception as error:
@@ -129,7 +130,7 @@ def _decoded(key: str, value: Any) -> Any:
         ) from error
 
 
-def check_torch_save_is_safe() -> None:
+def _check_torch_save_is_safe() -> None:
     """Before 2.10 the `weights_only` unpickler could be made to run code (CVE-2025-32434, CVE-2026-24747)."""
     version = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
     if version < (2, 10):

@@ -40,12 +40,17 @@ class Flat:
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
-    paths: dict[str, Path] = field(default_factory=dict)  # only where it is not simply fqn.split(".")
+    paths: dict[str, Path] = field(default_factory=dict)  # see path_of
     per_rank: set[str] = field(default_factory=set)
     statefuls: dict[str, Any] = field(default_factory=dict)  # the state dict each Stateful object gave
 
     def path(self, fqn: str) -> Path:
-        return self.paths.get(fqn) or tuple(fqn.split("."))
+        return path_of(fqn, self.paths)
+
+
+def path_of(fqn: str, paths: Mapping[str, Path]) -> Path:
+    """The nested key that was flattened to `fqn`; `paths` lists those that are not simply its parts."""
+    return paths.get(fqn) or tuple(fqn.split("."))
 
 
 def flatten(state_dict: Mapping[Any, Any]) -> Flat:
