@@ -27,7 +27,7 @@ from flashckpt.launch import agree_launch, agree_topology
 from flashckpt.load.recover import Recovery, Request, find_candidates
 from flashckpt.save.handle import SaveHandle
 from flashckpt.save.plan import Planner, SavePlan
-from flashckpt.save.retention import State
+from flashckpt.save.retention import State, age_order
 from flashckpt.save.values import pack
 from flashckpt.save.write import ShardWriter
 from flashckpt.state.flatten import Flat, flatten
@@ -262,7 +262,7 @@ class Checkpointer:
     def status(self) -> CheckpointerStatus:
         self._check_enabled()
         _, verdicts = self._writer.verdicts()
-        listed = sorted(verdicts.items(), key=lambda item: (item[0].step, item[0].epoch, item[0].seq), reverse=True)
+        listed = sorted(verdicts.items(), key=lambda item: age_order(item[0]), reverse=True)
         complete = [g.step for g, v in listed if v.state is State.COMPLETE]
         return CheckpointerStatus(
             job=self._settings.job,

@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 from flashckpt.errors import IncompatibleError
-from flashckpt.topology import ALONE, Topology
+from flashckpt.topology import Topology
 from flashckpt.types import Launch
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def agree_topology(group: PrivateGroup, node_id: str, directory_id: str, job: str) -> Topology:
     """Gathers who is where. Collective. Refuses what would silently not work."""
     if group.world == 1:
-        return Topology(ALONE.rank, ALONE.world, ALONE.node_ranks, group.global_ranks)
+        return Topology(rank=0, world=1, node_ranks=(0,), global_ranks=group.global_ranks)
     mine = json.dumps([node_id, directory_id, job]).encode()
     ranks = [tuple(json.loads(one)) for one in group.gather(mine, "learning which ranks share a node")]
     jobs = sorted({job for _, _, job in ranks})

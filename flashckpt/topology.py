@@ -23,6 +23,3 @@ class Topology:
         """Those of the given global ranks that are on this node, this rank always among them."""
         wanted = set(global_ranks)
         return tuple(rank for rank in self.node_ranks if self.global_ranks[rank] in wanted or rank == self.rank)
-
-
-ALONE = Topology(rank=0, world=1, node_ranks=(0,), global_ranks=(0,))

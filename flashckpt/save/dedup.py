@@ -14,8 +14,8 @@ SPLIT_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """One region that `holders` all have."""
+class HeldRegion:
+    """One region that all of `holders` have."""
 
     size_bytes: int
     rows: int  # extent of dimension 0; 1 for a scalar
@@ -30,7 +30,7 @@ class Share:
     stop: int
 
 
-def share(candidates: Sequence[Candidate], rank: int) -> list[Share | None]:
+def share(regions: Sequence[HeldRegion], rank: int) -> list[Share | None]:
     """For each region the rows that `rank` stores, None where another holder stores it.
 
     Every holder computes the same answer from its own list, without talking: regions are dealt out within each
@@ -38,18 +38,18 @@ def share(candidates: Sequence[Candidate], rank: int) -> list[Share | None]:
     """
     load: dict[tuple[int, ...], list[int]] = {}
     shares: list[Share | None] = []
-    for candidate in candidates:
-        holders = candidate.holders
+    for region in regions:
+        holders = region.holders
         if len(holders) == 1:
-            shares.append(Share(0, candidate.rows) if holders[0] == rank else None)
+            shares.append(Share(0, region.rows) if holders[0] == rank else None)
             continue
         loads = load.setdefault(holders, [0] * len(holders))
         mine = holders.index(rank) if rank in holders else -1
-        if candidate.size_bytes >= SPLIT_BYTES and candidate.rows >= len(holders):
-            bounds = [candidate.rows * i // len(holders) for i in range(len(holders) + 1)]
+        if region.size_bytes >= SPLIT_BYTES and region.rows >= len(holders):
+            bounds = [region.rows * i // len(holders) for i in range(len(holders) + 1)]
             shares.append(Share(bounds[mine], bounds[mine + 1]) if mine >= 0 else None)
             continue
         lightest = loads.index(min(loads))
-        loads[lightest] += candidate.size_bytes
-        shares.append(Share(0, candidate.rows) if lightest == mine else None)
+        loads[lightest] += region.size_bytes
+        shares.append(Share(0, region.rows) if lightest == mine else None)
     return shares

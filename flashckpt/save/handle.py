@@ -55,7 +55,7 @@ class SaveHandle:
         Returns how it ended; a failed or skipped save is an outcome here, not an exception. Raises
         DeadlineError when `timeout` seconds pass, ConfigError for a level that this launch can't reach.
         """
-        wanted = _level(level)
+        wanted = _parse_level(level)
         if wanted > self._highest and self._outcome in (None, Outcome.OK):
             raise ConfigError(
                 f"level {wanted.name.lower()}: this launch brings generations to {self._highest.name.lower()} at most",
@@ -99,7 +99,7 @@ class SaveHandle:
         return f"<SaveHandle step {self.step}: {self._level.name.lower()}, {outcome}{reason}>"
 
 
-def _level(level: str | Level) -> Level:
+def _parse_level(level: str | Level) -> Level:
     if isinstance(level, Level):
         return level
     try:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from flashckpt.errors import InternalError
 from flashckpt.format.dtypes import ITEMSIZE
 from flashckpt.format.layout import encode_layout, fingerprint
-from flashckpt.save.dedup import Candidate, share
+from flashckpt.save.dedup import HeldRegion, share
 from flashckpt.state.regions import Region, TensorSpec, describe, local_parts, plain_local, signature
 from flashckpt.types import Box, Layout, TensorEntry
 
@@ -72,15 +72,15 @@ def _make_plan(flat: Flat, topology: Topology, dedup: bool, aliases: list[int]) 
     # Tied tensors are one set of bytes; the later key becomes an entry with the same range.
     originals = [i for i, alias in enumerate(aliases) if alias == i]
     pairs = [(i, region) for i in originals for region in specs[i].regions]
-    candidates = [
-        Candidate(_region_bytes(specs[i], region), _rows(region), _holders(specs[i], per_rank[i], topology, dedup))
+    regions = [
+        HeldRegion(_region_bytes(specs[i], region), _rows(region), _holders(specs[i], per_rank[i], topology, dedup))
         for i, region in pairs
     ]
     fqns = list(flat.tensors)
     sources: list[Source] = []
     placed: dict[int, list[tuple[Box, int, int]]] = {}
     offset = 0
-    for (i, region), mine in zip(pairs, share(candidates, topology.rank), strict=True):
+    for (i, region), mine in zip(pairs, share(regions, topology.rank), strict=True):
         if mine is None:
             continue
         box, local_offsets = _cut(region, mine.start, mine.stop)

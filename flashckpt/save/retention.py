@@ -42,17 +42,18 @@ def judge(
     (`voids`) or went on to a later one; what older launches left half done never will. None judges from
     outside, when no trainer writes.
     """
+    asking = None if launch is None else (launch.epoch, launch.nonce)
     shards: dict[Generation, list[ShardId]] = {}
     latest: dict[int, int] = {}  # rank of this launch → its newest attempt
     for shard in tags:
         generation = shard.generation
         shards.setdefault(generation, []).append(shard)
-        if launch is not None and (generation.epoch, generation.nonce) == (launch.epoch, launch.nonce):
+        if (generation.epoch, generation.nonce) == asking:
             latest[shard.rank] = max(latest.get(shard.rank, 0), generation.seq)
     return {
-        generation: _judge_one(generation, members, tags, latest, fence, voids)
-        if launch is not None and (generation.epoch, generation.nonce) == (launch.epoch, launch.nonce)
-        else _judge_one(generation, members, tags, None, fence, voids)
+        generation: _judge_one(
+            generation, members, tags, latest if (generation.epoch, generation.nonce) == asking else None, fence, voids
+        )
         for generation, members in shards.items()
     }
 
@@ -89,12 +90,12 @@ def releasable(verdicts: Mapping[Generation, Verdict]) -> set[Generation]:
 
     Invariant 1 for one node: the newest complete generation stays until a newer one is complete.
     """
-    complete = [age_order(g) for g, verdict in verdicts.items() if verdict.state is State.COMPLETE]
+    newest = max((age_order(g) for g, v in verdicts.items() if v.state is State.COMPLETE), default=None)
     # A pending one goes too once a newer one is complete: nobody needs it any more.
     return {
         generation
         for generation, verdict in verdicts.items()
-        if verdict.state in (State.DEAD, State.DISAGREES) or (complete and age_order(generation) < max(complete))
+        if verdict.state in (State.DEAD, State.DISAGREES) or (newest is not None and age_order(generation) < newest)
     }
 
 

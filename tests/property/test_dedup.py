@@ -5,12 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashckpt.save.dedup import SPLIT_BYTES, Candidate, share
+from flashckpt.save.dedup import SPLIT_BYTES, HeldRegion, share
 
 holders = st.sets(st.integers(0, 7), min_size=1).map(lambda ranks: tuple(sorted(ranks)))
-candidates = st.lists(
+held_regions = st.lists(
     st.builds(
-        Candidate,
+        HeldRegion,
         size_bytes=st.sampled_from([1, 100, 4096, SPLIT_BYTES, 3 * SPLIT_BYTES]),
         rows=st.integers(1, 40),
         holders=holders,
@@ -18,7 +18,7 @@ candidates = st.lists(
 )
 
 
-@given(candidates)
+@given(held_regions)
 def test_each_row_is_stored_once(regions):
     # A rank only knows the regions that it holds itself, in the same order as everybody else.
     stored = [[0] * region.rows for region in regions]
@@ -33,11 +33,11 @@ def test_each_row_is_stored_once(regions):
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=60), st.integers(2, 8))
 def test_small_regions_are_balanced(sizes, ranks):
-    regions = [Candidate(size, 1, tuple(range(ranks))) for size in sizes]
+    regions = [HeldRegion(size, 1, tuple(range(ranks))) for size in sizes]
     loads = [sum(size for size, mine in zip(sizes, share(regions, rank), strict=True) if mine) for rank in range(ranks)]
     assert max(loads) - min(loads) <= max(sizes)
 
 
 def test_a_large_region_is_cut_into_rows():
-    region = Candidate(SPLIT_BYTES, 10, (0, 1, 4))
+    region = HeldRegion(SPLIT_BYTES, 10, (0, 1, 4))
     assert [(s.start, s.stop) for s in (share([region], rank)[0] for rank in (0, 1, 4))] == [(0, 3), (3, 6), (6, 10)]
