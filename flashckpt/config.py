@@ -39,19 +39,19 @@ class CheckpointConfig:
     """Directory on a tmpfs. Default: FLASHCKPT_MEMORY_DIR, else /dev/shm/flashckpt."""
 
     persist_dir: str | None = None
-    """Where the slow flush goes: a path or fsspec URL; None keeps checkpoints in memory only."""
+    """Where the slow flush goes: a path or fsspec URL. Planned: so far it only names the job if nothing else does."""
 
     interval: int = 1
-    """Steps between saves that a manager makes by itself."""
+    """Steps between saves that a manager makes by itself. Planned: no effect yet."""
 
     persist_interval: int | None = None
-    """Steps between flushes to persist_dir."""
+    """Steps between flushes to persist_dir. Planned: no effect yet."""
 
     persist_interval_minutes: float | None = None
-    """Minutes between flushes to persist_dir, instead of persist_interval."""
+    """Minutes between flushes to persist_dir, instead of persist_interval. Planned: no effect yet."""
 
     replicas: int = 1
-    """Copies of each shard on other nodes."""
+    """Copies of each shard on other nodes. Planned: no effect yet."""
 
     node_id: str | None = None
     """Name of this machine. Default: FLASHCKPT_NODE_ID, else the host name."""
