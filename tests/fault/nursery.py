@@ -96,15 +96,15 @@ def work(memory_dir, first, steps, scale=1, via_dcp=False, timeout=20, check=Tru
         dist.barrier()
 
 
-def stages(memory_dir, diverge_at):
-    """Each rank is a pipeline stage with keys of its own; from `diverge_at` on also in what was common before."""
+def stages(memory_dir, own_keys=False, part_at=None):
+    """Plain tensors that all ranks have. `own_keys`: beside others that only one has; `part_at`: rank 1 drops one."""
     rank = dist.get_rank()
     config = flashckpt.CheckpointConfig(job="stages", memory_dir=memory_dir, save_timeout=10, start_timeout=60)
 
     def state(step):
         common = {f"common.{i}": torch.full((2000,), float(step + i)) for i in range(4)}
-        own = {f"stage{rank}.w": torch.full((500,), float(step * 10 + rank))} if diverge_at != -1 else {}
-        if 0 <= diverge_at <= step and rank == 1:
+        own = {f"stage{rank}.w": torch.full((500,), float(step * 10 + rank))} if own_keys else {}
+        if part_at is not None and step >= part_at and rank == 1:
             common.pop("common.3")
         return {**common, **own, "step": step}
 
@@ -112,10 +112,11 @@ def stages(memory_dir, diverge_at):
         for step in range(1, 6):
             print("saved", step, checkpointer.save(step, state(step)).outcome, flush=True)
             dist.barrier()
-        for generation, verdict, reason in checkpointer.status().generations:
-            if rank == 0:
-                print("generation", generation.step, verdict, reason, flush=True)
-        live = state(0 if diverge_at < 0 else 5)
+            for generation, verdict, _ in checkpointer.status().generations:
+                if generation.step == step:
+                    print("generation", step, verdict, flush=True)
+            dist.barrier()
+        live = state(5)
         for value in live.values():
             if isinstance(value, torch.Tensor):
                 value.zero_()
@@ -124,6 +125,32 @@ def stages(memory_dir, diverge_at):
         sizes = sorted({sealed.size_bytes for sealed in checkpointer.store.scan()})
         if rank == 0:
             print("sizes", *sizes, flush=True)
+
+
+def strangers(memory_dir, what):
+    """Ranks of one group that name different jobs or different memory directories."""
+    name = f"{what}{dist.get_rank()}"
+    config = flashckpt.CheckpointConfig(
+        job=name if what == "job" else "work",
+        memory_dir=f"{memory_dir}/{name}" if what == "memory_dir" else memory_dir,
+        start_timeout=60,
+    )
+    try:
+        flashckpt.Checkpointer(config)
+    except flashckpt.IncompatibleError as error:
+        print("refused", error, flush=True)
+
+
+def absent(memory_dir):
+    """Rank 1 does not come to the load."""
+    config = flashckpt.CheckpointConfig(job="work", memory_dir=memory_dir, start_timeout=1)
+    with flashckpt.Checkpointer(config) as checkpointer:
+        if dist.get_rank() == 0:
+            try:
+                checkpointer.load({"n": 0})
+            except flashckpt.DeadlineError as error:
+                print("gave", "up", error.message, flush=True)
+        dist.barrier()
 
 
 def busy(memory_dir, on_busy, late):
@@ -175,7 +202,7 @@ def frozen(memory_dir, ready):
         print("woke", handle.outcome, handle.reason.replace("\n", " "), flush=True)
 
 
-TASKS = {task.__name__: task for task in (work, stages, busy, one_rank_is_out_of_room, frozen)}
+TASKS = {task.__name__: task for task in (work, stages, strangers, absent, busy, one_rank_is_out_of_room, frozen)}
 
 
 def child(rank, request, store, out):

@@ -21,7 +21,7 @@ def steps(job, word="saved"):
 
 
 def test_common_tensors_are_stored_once_a_node(nursery, memory_dir):
-    job = nursery.run(2, task="stages", memory_dir=memory_dir, diverge_at=-1)
+    job = nursery.run(2, task="stages", memory_dir=memory_dir)
     assert job.codes == [0, 0], job.outputs
     assert [said[0] for said in job.said("loaded")] == [["5", "True"]] * 2
     shared = job.said("sizes")[0][0]
@@ -30,7 +30,7 @@ def test_common_tensors_are_stored_once_a_node(nursery, memory_dir):
 
 def test_stages_with_keys_of_their_own(nursery, memory_dir):
     """Plain tensors differ between ranks from the start: seen at the first save, each rank stores its own."""
-    job = nursery.run(2, task="stages", memory_dir=memory_dir, diverge_at=100)
+    job = nursery.run(2, task="stages", memory_dir=memory_dir, own_keys=True)
     assert job.codes == [0, 0], job.outputs
     assert steps(job) == [[(step, "ok") for step in range(1, 6)]] * 2
     assert [said[0] for said in job.said("loaded")] == [["5", "True"]] * 2
@@ -38,8 +38,11 @@ def test_stages_with_keys_of_their_own(nursery, memory_dir):
 
 
 def test_ranks_that_part_later_lose_one_generation_and_never_the_last(nursery, memory_dir):
-    job = nursery.run(2, task="stages", memory_dir=memory_dir, diverge_at=3)
+    job = nursery.run(2, task="stages", memory_dir=memory_dir, part_at=3)
     assert job.codes == [0, 0], job.outputs
+    states = dict(job.said("generation")[0])
+    assert states == {"1": "complete", "2": "complete", "3": "disagrees", "4": "complete", "5": "complete"}
+    assert all("no longer agree" in out for out in job.outputs)
     assert [said[0] for said in job.said("loaded")] == [["5", "True"]] * 2
 
 
@@ -50,6 +53,23 @@ def test_memory_of_a_larger_world_is_given_back(nursery, memory_dir):
     assert job.codes == [0, 0], job.outputs
     assert sorted(path.name for path in Path(memory_dir, "work", "pool").iterdir()) == []
     assert len(list(Path(memory_dir, "work", "sealed").iterdir())) == 4
+
+
+@pytest.mark.parametrize(
+    ("what", "named"), [("job", "'job0' on ranks [0], 'job1' on ranks [1]"), ("memory_dir", "one memory directory")]
+)
+def test_ranks_that_do_not_belong_together_are_refused_at_the_start(what, named, nursery, memory_dir):
+    job = nursery.run(2, task="strangers", memory_dir=memory_dir, what=what)
+    assert job.codes == [0, 0], job.outputs
+    assert all(named in " ".join(said[0]) for said in job.said("refused")), job.outputs
+
+
+def test_a_load_that_a_rank_does_not_come_to_ends_at_its_deadline(nursery, memory_dir):
+    job = nursery.run(2, task="absent", memory_dir=memory_dir)
+    assert job.codes == [0, 0], job.outputs
+    message = " ".join(job.said("gave")[0][0])
+    assert "gathering the inventories: rank 0 of 2 waited" in message
+    assert "for ranks [1]" in message
 
 
 def test_a_rank_that_runs_ahead_waits_and_loses_nothing(nursery, memory_dir):

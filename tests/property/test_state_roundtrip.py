@@ -17,6 +17,7 @@ from flashckpt import CheckpointConfig, Checkpointer
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int8, torch.uint8, torch.bool]
 DTYPES += [torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.int32]
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @st.composite
@@ -25,19 +26,19 @@ def tensors(draw):
     dtype = draw(st.sampled_from(DTYPES))
     size = math.prod(shape) * dtype.itemsize
     raw = torch.frombuffer(bytearray(draw(st.binary(min_size=size, max_size=size)) or b"\0"), dtype=torch.uint8)[:size]
-    # NaN payloads and odd bools included: bytes are compared, not values.
+    # Any bits, NaN payloads too: bytes are compared, not values.
     tensor = (
         (raw % 2 if dtype == torch.bool else raw).view(dtype).reshape(shape)
         if size
         else torch.empty(shape, dtype=dtype)
     )
-    form = draw(st.sampled_from(["plain", "transposed", "sliced", "expanded", "flipped storage"]))
-    if form == "transposed":
-        return tensor.t() if tensor.dim() == 2 else tensor
-    if form == "sliced" and tensor.dim() and tensor.shape[-1] > 1:
+    form = draw(st.sampled_from(["plain", "turned", "sliced", "every other"]))
+    if form == "turned":
+        return tensor.permute(tuple(reversed(range(tensor.dim()))))
+    if form == "sliced" and tensor.dim():
         return tensor[..., 1:]
-    if form == "expanded" and tensor.dim() == 1:
-        return tensor.clone().expand(3, -1).clone()
+    if form == "every other" and tensor.dim():
+        return tensor[::2]
     return tensor
 
 
@@ -64,7 +65,7 @@ states = st.recursive(leaves, lambda inner: keyed(inner) | st.lists(inner, max_s
 
 def to_bytes(value):
     if isinstance(value, torch.Tensor):
-        flat = value.detach().contiguous().reshape(-1)
+        flat = value.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
         flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
         return (str(value.dtype), tuple(value.shape), flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
     if isinstance(value, dict):
@@ -77,9 +78,12 @@ def to_bytes(value):
 def scribble(value):
     """What the next training step does: every tensor changes in place."""
     if isinstance(value, torch.Tensor):
-        value.zero_() if value.dtype == torch.bool else value.view(torch.uint8).fill_(0x5A) if (
-            value.dim() and value.numel() and value.is_contiguous() and not value.is_complex()
-        ) else value.zero_()
+        if value.dtype == torch.bool:
+            value.logical_not_()
+        elif value.is_complex():
+            value.zero_()
+        else:
+            value.view(INTEGERS[value.itemsize]).fill_(0x5A)
     elif isinstance(value, dict):
         for item in value.values():
             scribble(item)

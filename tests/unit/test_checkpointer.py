@@ -36,10 +36,9 @@ def sealed_files(memory_dir):
     return sorted(Path(memory_dir, "job", "sealed").iterdir())
 
 
-def flip(path, offset=-1):
-    """Flips a bit; negative offsets count from the middle of the data."""
+def flip(path, at):
+    """Flips a bit of the byte at `at`."""
     with open(path, "r+b") as file:
-        at = offset if offset >= 0 else 4096 + 70
         file.seek(at)
         byte = file.read(1)[0]
         file.seek(at)
@@ -126,6 +125,18 @@ def test_loading_into_views_leaves_their_neighbours_alone(make):
     assert torch.equal(turned, torch.arange(6.0).reshape(2, 3).t())
 
 
+def test_what_goes_through_host_buffers_goes_in_bounded_batches(make, monkeypatch):
+    monkeypatch.setattr("flashckpt.load.read.BOUNCE_BYTES", 1000)
+    checkpointer = make()
+    state = {f"t{i}": torch.arange(100.0).reshape(10, 10) + i for i in range(7)}
+    checkpointer.save(1, state)
+    turned = {key: torch.zeros(10, 10).t() for key in state}  # 400 bytes each, none of them read in place
+    turned["t3"] = torch.zeros(10, 10)
+    checkpointer.load(turned)
+    for key, value in state.items():
+        assert torch.equal(turned[key], value), key
+
+
 def test_tied_weights_are_stored_once_and_stay_tied(make):
     weight = torch.randn(300, 1000)
     checkpointer = make()
@@ -160,11 +171,7 @@ def test_a_changed_structure_replans_by_itself(make):
 def test_state_that_grows_and_shrinks_gets_slots_of_its_size(make, memory_dir):
     checkpointer = make()
     for step, size in enumerate([1000, 2_000_000, 10, 3_000_000, 5], start=1):
-        state = {"t": torch.full((size,), float(step))}
-        assert checkpointer.save(step, state).outcome == "ok"
-        live = {"t": torch.zeros(size)}
-        if step % 2:
-            continue
+        assert checkpointer.save(step, {"t": torch.full((size,), float(step))}).outcome == "ok"
         assert checkpointer.store.check() == []
         total = sum(path.stat().st_size for path in sealed_files(memory_dir))
         assert total < 2 * 4 * 3_000_000 + (1 << 20)
