@@ -9,6 +9,7 @@ import os
 import struct
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from flashckpt.errors import (
     ConfigError,
     ConflictError,
     FlashError,
+    OtherRankError,
     UnusableError,
 )
 from flashckpt.group import PrivateGroup
@@ -35,7 +37,7 @@ from flashckpt.store.slots import SlotStore
 from flashckpt.types import Fence, Generation, Launch, Level, Outcome, ShardId
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+    from collections.abc import Iterator, MutableMapping, Sequence
 
     import torch.distributed as dist
 
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _AGREEMENT = struct.Struct("<IQ")  # tag, bytes that this rank's slots need
+_COMPARING = "comparing save plans"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,7 @@ class Checkpointer:
             log.warning("FLASHCKPT_DISABLE is set: nothing is saved or loaded")
             return
         self._group = PrivateGroup(process_group, self.config.start_timeout)
+        self._settings = dataclasses.replace(self._settings, job=self._job_of_group())
         self._store = SlotStore.open(
             self._settings.memory_dir,
             self._settings.job,
@@ -122,11 +126,14 @@ class Checkpointer:
                 return self._not_saved(step, Outcome.SKIPPED, "FLASHCKPT_DISABLE is set")
             self._check_step(step)
             began = time.perf_counter()
-            flat = flatten(state_dict)
-            plan = self._planner.plan(flat)
-            values = pack(flat, extra, self.config.allow_torch_save)
             self._anchor(step)
+            # Before anything that can fail on this rank alone: an attempt counts also where it comes to nothing.
             generation = self._next_generation(step)
+            try:
+                flat, plan, values = self._prepare(state_dict, extra)
+            except BaseException:
+                self._writer.void(generation)
+                raise
             handle = SaveHandle(step, generation, Level.SEALED)
             try:
                 plan = self._agree_on(plan, flat, values)
@@ -153,9 +160,8 @@ class Checkpointer:
         with self._alone("prewarm"):
             if self._settings.disabled:
                 return
-            flat = flatten(state_dict)
-            values = pack(flat, None, self.config.allow_torch_save)
-            plan = self._agree_on(self._planner.plan(flat), flat, values)
+            flat, plan, values = self._prepare(state_dict, None)
+            plan = self._agree_on(plan, flat, values)
             place = self._writer.geometry(plan, values)
             self._store.prepare(place.file_length_bytes, self.config.slots_per_rank)
 
@@ -170,18 +176,25 @@ class Checkpointer:
         strict: bool = True,
         cast: bool = False,
         allow_fresh: bool = False,
+        read_only: bool = False,
     ) -> LoadResult | None:
         """Fills the state dict, in place, from the newest usable generation (or that of `step`). Collective.
 
         None means that the job has never saved anything. Where something exists but nothing is usable it raises
         UnusableError with the reason for each generation, unless `allow_fresh`. `keys` restricts the load to keys
         with these prefixes; `strict=False` lets keys be missing on either side; `cast` converts dtypes.
+
+        A load takes the job over: what other launches saved above the loaded step is dead from then on, and they
+        can't save any more. `read_only=True` (an evaluation beside the training, say) leaves all that alone.
         """
         with self._alone("load"):
+            if isinstance(keys, str):
+                raise ConfigError(f"keys: expected a sequence of prefixes, found the string {keys!r}", hint="keys=[…]")
             if self._settings.disabled:
                 return None
             began = time.perf_counter()
-            self._renew_launch()
+            if not read_only:
+                self._renew_launch()
             recovery = Recovery(self._store, self._group, self._topology, self._settings.job)
             inventory = recovery.take_inventory()
             inventoried = time.perf_counter()
@@ -205,7 +218,8 @@ class Checkpointer:
                 raise UnusableError(
                     f"job {self._settings.job!r}: nothing but {inventory.quarantined} quarantined shards exist"
                 )
-            self._put_fence(result.step if result else -1)
+            if not read_only:
+                self._put_fence(result.step if result else -1)
             if result is None:
                 return None
             timings = dataclasses.replace(result.timings, inventory=inventoried - began)
@@ -307,6 +321,12 @@ class Checkpointer:
     def threads(self) -> int:
         return self._threads
 
+    def _job_of_group(self) -> str:
+        """Groups that divide the world among themselves need a job each; where none was named, their ranks name it."""
+        if self.config.job is not None or self._group.spans_the_world:
+            return self._settings.job
+        return f"{self._settings.job}-ranks-{'-'.join(map(str, self._group.global_ranks[:8]))}-of-{self._group.world}"
+
     def _check_enabled(self) -> None:
         self._check_open()
         if self._settings.disabled:
@@ -336,7 +356,8 @@ class Checkpointer:
             )
 
     def _next_generation(self, step: int) -> Generation:
-        self._seq += 1
+        # Attempts count within a step, so that a rank that missed one is in step again at the next.
+        self._seq = self._seq + 1 if step == self._last_step else 1
         self._last_step = step
         return Generation(self._writer.launch.epoch, self._writer.launch.nonce, step, self._seq)
 
@@ -356,6 +377,19 @@ class Checkpointer:
                 )
         self._anchored = True
 
+    def _prepare(self, state_dict: Mapping[Any, Any], extra: Mapping[str, Any] | None) -> tuple[Flat, SavePlan, bytes]:
+        """The local part of a save, up to where bytes move. What it raises is the state dict's fault."""
+        try:
+            _check_mapping("state dict", state_dict)
+            _check_mapping("extra", {} if extra is None else extra)
+            flat = flatten(state_dict)
+            return flat, self._planner.plan(flat), pack(flat, extra, self.config.allow_torch_save)
+        except Exception:
+            if not self._agreed:
+                # The others are on their way to the comparison: an empty answer tells them not to wait.
+                self._group.gather(b"", _COMPARING)
+            raise
+
     def _agree_on(self, plan: SavePlan, flat: Flat, values: bytes) -> SavePlan:
         """First time: all ranks compare what they share and whether it fits. Collective once, then local."""
         if self._agreed:
@@ -363,13 +397,14 @@ class Checkpointer:
             return self._planner.plan(flat) if plan.tag and not self._planner.dedup else plan
         for _ in range(2):
             need = self._writer.geometry(plan, values).file_length_bytes * self.config.slots_per_rank
-            answers = [
-                _AGREEMENT.unpack(one)
-                for one in self._group.gather(_AGREEMENT.pack(plan.tag, need), "comparing save plans")
-            ]
+            gathered = self._group.gather(_AGREEMENT.pack(plan.tag, need), _COMPARING)
+            failed = [rank for rank, answer in enumerate(gathered) if not answer]
+            if failed:
+                raise OtherRankError(f"ranks {failed} could not plan this save; see their logs", ranks=failed)
+            answers = [_AGREEMENT.unpack(one) for one in gathered]
             if len({tag for tag, _ in answers}) == 1:
                 break
-            log.warning("plain tensors differ between the ranks of this node: each rank stores all of its own")
+            log.warning("keys differ between the ranks of this node: each rank stores all of its own tensors")
             self._planner.dedup = False
             plan = self._planner.plan(flat)
         self._agreed = True
@@ -382,27 +417,27 @@ class Checkpointer:
             return
         _, verdicts = self._writer.verdicts()
         if any(v.state is State.DISAGREES and g.nonce == self._writer.launch.nonce for g, v in verdicts.items()):
-            log.warning("plain tensors no longer agree between ranks: from now on each rank stores all of its own")
+            log.warning("keys no longer agree between ranks: from now on each rank stores all of its own tensors")
             self._planner.dedup = False
 
     def _renew_launch(self) -> None:
-        """A load after a save begins a new launch, so that the fence can bury what was saved in between."""
-        if self._seq:
-            self._writer.launch = agree_launch(self._group, self._store.highest_epoch())
-            self._seq, self._last_step = 0, None
+        """Every load begins a new launch, so that its fence buries also what this one saved before it. Collective."""
+        self._writer.launch = agree_launch(self._group, self._store.highest_epoch())
+        self._seq, self._last_step = 0, None
 
     def _put_fence(self, step: int) -> None:
-        if self._topology.is_leader:
-            launch = self._writer.launch
-            self._store.write_fence(Fence(step=step, epoch=launch.epoch, nonce=launch.nonce))
+        launch = self._writer.launch
+        fence = Fence(step=step, epoch=launch.epoch, nonce=launch.nonce)
+        self._group.together(
+            "putting up the fence", lambda: self._store.write_fence(fence) if self._topology.is_leader else None
+        )
         self._anchored = True
-        self._group.vote("", "putting up the fence")
 
     def _save_failed(self, handle: SaveHandle, error: FlashError | OSError) -> SaveHandle:
         if handle.generation is not None:
             self._writer.void(handle.generation)
         if isinstance(error, FlashError) and not isinstance(error, (OSError, BusyError)):
-            expected = error.code.startswith(("FC-JOB", "FC-DIR", "FC-MEM"))
+            expected = error.code.startswith(("FC-JOB", "FC-DIR", "FC-MEM", "FC-RANK"))
             if not expected:
                 raise error
         outcome = Outcome.SKIPPED if isinstance(error, BusyError) else Outcome.FAILED
@@ -426,3 +461,8 @@ class Checkpointer:
 def default_threads(ranks_on_node: int) -> int:
     """The cores this process may use, shared by the ranks of the node."""
     return max(1, min(8, len(os.sched_getaffinity(0)) // ranks_on_node))
+
+
+def _check_mapping(what: str, value: object) -> None:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{what}: expected a mapping, found a {type(value).__name__}")

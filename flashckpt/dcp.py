@@ -27,7 +27,14 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from flashckpt.checkpointer import DcpOrigin, default_threads
-from flashckpt.errors import ConfigError, CorruptShardError, FlashError, IncompatibleError, InternalError
+from flashckpt.errors import (
+    ConfigError,
+    CorruptShardError,
+    FlashError,
+    IncompatibleError,
+    InternalError,
+    StructureError,
+)
 from flashckpt.format.layout import encode_layout, fingerprint
 from flashckpt.launch import next_launch
 from flashckpt.load.attempt import Attempt
@@ -66,10 +73,11 @@ class _Foreign:
         store = SlotStore.open(origin.settings.memory_dir, origin.settings.job, budget_bytes=config.memory_budget_bytes)
         threads = config.threads or default_threads(len(origin.topology.node_ranks))
         self.writer = ShardWriter(store, origin.settings.job, origin.launch, config, threads)
-        self.seq = _FOREIGN_SEQ
+        self.seq, self.step = _FOREIGN_SEQ, -1
 
     def next_generation(self, step: int) -> Generation:
-        self.seq += 1
+        self.seq = self.seq + 1 if step == self.step else _FOREIGN_SEQ
+        self.step = step
         return Generation(self.writer.launch.epoch, self.writer.launch.nonce, step, self.seq)
 
 
@@ -124,6 +132,12 @@ class FlashWriter(StorageWriter):
         step, world = self._step(), self._world
         if world is None:
             raise InternalError("write_data before the global plan")
+        if world != self._origin.topology.world:
+            # It would count as newer than, and set free, what all ranks saved together.
+            raise ConfigError(
+                f"DCP saves with {world} ranks, this Checkpointer has {self._origin.topology.world}",
+                hint="make a Checkpointer with that process_group and a job name of its own",
+            )
         tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
         flat, ours = _plan_tensors(tensors, planner)
         for item in plan.items:
@@ -156,11 +170,15 @@ class FlashWriter(StorageWriter):
             return self._given_step
         step = _step_of(self._checkpoint_id or "")
         if step is None:
-            raise ConfigError(
-                f"checkpoint_id: expected a name that ends in the step, as in 'step-10', found {self._checkpoint_id!r}",
-                hint="or pass FlashWriter(checkpointer, step=10)",
-            )
+            raise _no_step(self._checkpoint_id, "FlashWriter")
         return step
+
+
+def _no_step(checkpoint_id: str | None, who: str) -> ConfigError:
+    return ConfigError(
+        f"checkpoint_id: expected a name that ends in the step, as in 'step-10', found {checkpoint_id!r}",
+        hint=f"or pass {who}(checkpointer, step=10)",
+    )
 
 
 def _step_of(checkpoint_id: str) -> int | None:
@@ -182,6 +200,8 @@ def _plan_tensors(items: list[WriteItem], planner: SavePlanner) -> tuple[Flat, S
         flat.tensors[str(number)] = tensor
         box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
         length = box.volume * tensor.itemsize
+        if tuple(tensor.shape) != box.sizes:
+            raise StructureError(f"key {item.index.fqn!r}: planned {box.sizes}, the planner gave {tuple(tensor.shape)}")
         offset = aligned(offset)
         sources.append(Source(number, 0, True, (0,) * len(box.sizes), box.sizes, offset, length))
         entries.append(
@@ -226,9 +246,13 @@ def _to_stream(value: Any) -> io.BytesIO:
 
 
 class FlashReader(StorageReader):
-    """Storage reader for `dcp.load`: the newest usable generation, or that of `step`."""
+    """Storage reader for `dcp.load`: the newest usable generation, or that of `step`.
 
-    def __init__(self, checkpointer: Checkpointer, step: int | None = None) -> None:
+    Like `Checkpointer.load`, a load of all ranks takes the job over, unless `read_only`.
+    """
+
+    def __init__(self, checkpointer: Checkpointer, step: int | None = None, *, read_only: bool = False) -> None:
+        self._read_only = read_only
         self._checkpointer = checkpointer
         self._given_step = step
         self._step = step
@@ -250,6 +274,8 @@ class FlashReader(StorageReader):
         self._step = self._given_step
         if self._step is None and self._checkpoint_id is not None:
             self._step = _step_of(self._checkpoint_id)
+            if self._step is None:
+                raise _no_step(self._checkpoint_id, "FlashReader")
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Chooses a generation from this node's memory and describes it in DCP's words.
@@ -290,7 +316,7 @@ class FlashReader(StorageReader):
                 hint="a save was under way; load again, or name the step",
             )
         launch = None
-        if len(plans) == self._checkpointer.topology.world:
+        if len(plans) == self._checkpointer.topology.world and not self._read_only:
             # All ranks load: what they save from now on follows this generation.
             launch = next_launch(self._checkpointer.store.highest_epoch())
         return [replace(plan, storage_data=launch) for plan in plans]
@@ -298,7 +324,10 @@ class FlashReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         attempt, checkpointer = self._opened(), self._checkpointer
         stored = {
-            (key[0], piece.entry.box.offsets): piece for key, pieces in attempt.stored.items() for piece in pieces
+            (key[0], piece.entry.box.offsets): piece
+            for key, pieces in attempt.stored.items()
+            if key[1] in (None, checkpointer.topology.rank)
+            for piece in pieces
         }
         targets: list[Target] = []
         transfers: list[Transfer] = []

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from flashckpt.errors import UnsupportedValueError
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -25,10 +27,21 @@ class DeviceCopy:
     length_bytes: int
 
 
-def native_address(tensor: torch.Tensor) -> int | None:
-    """The address the native core may copy from or to; None where it has to be done by torch."""
+def native_address(fqn: str, tensor: torch.Tensor) -> int | None:
+    """The address the native core may copy from or to; None where it has to be done by torch.
+
+    Raises UnsupportedValueError where there is no memory at all: address 0 means something else to the core.
+    """
     if tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj()):
-        return tensor.data_ptr()
+        address = tensor.data_ptr()
+        if address == 0 and tensor.numel():
+            raise UnsupportedValueError(
+                f"key {fqn!r}: expected a tensor with bytes of its own, found a {type(tensor).__name__} of shape "
+                f"{tuple(tensor.shape)} without storage",
+                hint="a freed storage (FSDP1 between forward passes), a fake tensor or a wrapper class has no bytes",
+                key=fqn,
+            )
+        return address
     return None
 
 

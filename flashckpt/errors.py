@@ -14,6 +14,7 @@
     ├── UnusableError                                not found: shards exist, no generation is usable
     ├── AmbiguousHistoryError                        two unrelated histories, nothing says which is dead
     ├── FencedError                                  a newer launch owns the job
+    ├── OtherRankError                               another rank raised, and this one gave up with it
     ├── CorruptShardError                            corrupt: bytes fail verification
     ├── IncompatibleError                            incompatible: format version, job, number of nodes
     ├── DeadlineError          (TimeoutError)       timed out; says who was missing
@@ -137,6 +138,12 @@ class FencedError(FlashError):
     """A newer launch owns the job; this one is dead and must not write."""
 
     code = "FC-JOB-001"
+
+
+class OtherRankError(FlashError):
+    """Another rank raised; this one gave up with it, so that all stay in step. The cause is in its message and log."""
+
+    code = "FC-RANK-001"
 
 
 class CorruptShardError(FlashError):

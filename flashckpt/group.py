@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 import torch.distributed as dist
 
-from flashckpt.errors import DeadlineError, IncompatibleError
+from flashckpt.errors import ConflictError, DeadlineError, IncompatibleError, OtherRankError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,6 +26,7 @@ class PrivateGroup:
         self._group: dist.ProcessGroup | None = None
         self.rank, self.world = 0, 1
         self.global_ranks: tuple[int, ...] = (0,)
+        self.spans_the_world = True
         if not (dist.is_available() and dist.is_initialized()):
             if process_group is not None:
                 raise IncompatibleError("process_group given, but torch.distributed is not initialised")
@@ -37,6 +39,7 @@ class PrivateGroup:
                 hint="make the Checkpointer on its members only",
             )
         self.global_ranks = tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
+        self.spans_the_world = self.world == dist.get_world_size()
         if self.world > 1:
             self._group = self._checked(
                 "making the private group",
@@ -50,21 +53,43 @@ class PrivateGroup:
             )
 
     def gather(self, payload: bytes, doing: str) -> list[bytes]:
-        """Every rank's payload, in rank order. Collective. `doing` names the wait in an error."""
+        """Every rank's payload, in rank order. Collective.
+
+        `doing` travels along: a rank that is somewhere else (an exception made it miss a call) is found out here,
+        and its bytes are not taken for something they are not.
+        """
         if self._group is None:
             return [payload]
-        size = torch.tensor([len(payload)], dtype=torch.int64)
+        purpose = doing.encode()
+        message = struct.pack("<I", len(purpose)) + purpose + payload
+        size = torch.tensor([len(message)], dtype=torch.int64)
         sizes = [torch.empty(1, dtype=torch.int64) for _ in range(self.world)]
         self._checked(doing, lambda: dist.all_gather(sizes, size, group=self._group))
-        longest = max(int(one) for one in sizes)
-        if longest == 0:
-            return [b""] * self.world
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        if payload:
-            padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        gathered = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world)]
+        padded = torch.zeros(max(int(one) for one in sizes), dtype=torch.uint8)
+        padded[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        gathered = [torch.empty_like(padded) for _ in range(self.world)]
         self._checked(doing, lambda: dist.all_gather(gathered, padded, group=self._group))
-        return [one[: int(n)].numpy().tobytes() for one, n in zip(gathered, sizes, strict=True)]
+        messages = [one[: int(n)].numpy().tobytes() for one, n in zip(gathered, sizes, strict=True)]
+        purposes = [one[4 : 4 + int.from_bytes(one[:4], "little")].decode() for one in messages]
+        if set(purposes) != {doing}:
+            elsewhere = {rank: other for rank, other in enumerate(purposes) if other != doing}
+            raise ConflictError(
+                f"rank {self.rank} is {doing}, other ranks are elsewhere: {elsewhere}",
+                hint="all ranks have to make the same calls in the same order; did an exception make one miss a call?",
+            )
+        return [one[4 + len(purpose) :] for one in messages]
+
+    def together(self, doing: str, call: Callable[[], T]) -> T:
+        """Runs `call` on every rank; if it raises on one, all ranks raise. Collective."""
+        try:
+            result = call()
+        except Exception as error:
+            self.vote(f"{type(error).__name__}: {error}", doing)
+            raise
+        problems = self.vote("", doing)
+        if problems:
+            raise OtherRankError(f"{doing}: failed on {_who(problems)}", ranks=sorted(problems))
+        return result
 
     def vote(self, problem: str, doing: str) -> dict[int, str]:
         """Each rank's problem ("" = none); the answer holds the ranks that have one. Collective."""
@@ -88,3 +113,7 @@ class PrivateGroup:
                 hint="all ranks have to make the same calls in the same order; look for a rank that died or lags",
                 rank=self.rank,
             ) from error
+
+
+def _who(problems: dict[int, str]) -> str:
+    return "; ".join(f"rank {rank}: {problem}" for rank, problem in problems.items())

@@ -70,6 +70,8 @@ def _check_fits(want: Want, entry: TensorEntry, cast: bool) -> None:
             hint="the model changed since the save; leave the key out with keys=, or load with the old shape",
             key=want.fqn,
         )
+    if "complex" in entry.dtype and "complex" not in want.dtype:
+        raise StructureError(f"key {want.fqn!r}: {entry.dtype} does not fit into {want.dtype}", key=want.fqn)
     if entry.dtype != want.dtype and not cast:
         raise StructureError(
             f"key {want.fqn!r}: expected dtype {want.dtype}, found {entry.dtype} in the checkpoint",

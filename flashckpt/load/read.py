@@ -66,6 +66,7 @@ def read(
         for transfer in batch:
             pieces = _pieces(transfer, targets[transfer.want.target], bounces)
             by_shard.setdefault(transfer.shard, []).append(pieces)
+        _count_writes([targets[transfer.want.target].tensor for transfer in batch])
         for number, pieces_list in by_shard.items():
             failpoint("mid_read")
             _gather(shards[number], number, np.concatenate(pieces_list), threads, verify)
@@ -98,8 +99,13 @@ def _batches(transfers: Sequence[Transfer], targets: Sequence[Target]) -> Iterat
         yield batch
 
 
+def _count_writes(tensors: Sequence[torch.Tensor]) -> None:
+    """Tells autograd, which does not see the native core write, that saved tensors are no longer what they were."""
+    torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
+
+
 def _direct(transfer: Transfer, target: Target) -> bool:
-    return transfer.entry.dtype == transfer.want.dtype and native_address(target.tensor) is not None
+    return transfer.entry.dtype == transfer.want.dtype and native_address(transfer.want.fqn, target.tensor) is not None
 
 
 def _pieces(transfer: Transfer, target: Target, bounces: list[_Bounce]) -> Int64s:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from flashckpt.errors import (
     CorruptShardError,
-    FlashError,
     IncompatibleError,
     MissingKeyError,
     NotFoundError,
+    OtherRankError,
     StructureError,
     UnusableError,
 )
@@ -54,9 +54,11 @@ class Request:
     threads: int = 1
 
     def selects(self, fqn: str) -> bool:
-        return self.keys is None or any(
-            fqn == key or fqn.startswith(key if key.endswith(".") else key + ".") for key in self.keys
-        )
+        return self.keys is None or any(self.matches(key, fqn) for key in self.keys)
+
+    @staticmethod
+    def matches(key: str, fqn: str) -> bool:
+        return fqn == key or fqn.startswith(key if key.endswith(".") else key + ".")
 
 
 def find_candidates(store: SlotStore, step: int | None) -> list[tuple[Generation, list[Sealed]]]:
@@ -110,8 +112,7 @@ class Recovery:
         sealed: dict[Generation, list[Sealed]] = {}
         for one in self._store.scan():
             sealed.setdefault(one.shard.generation, []).append(one)
-        flat = flatten(state_dict)
-        live = LiveTensors(flat)
+        flat, live = self._group.together("reading the live state dict", lambda: _live(state_dict))
         stepped_over: list[str] = []
         for generation in choice.candidates:
             with Attempt(self._store, sealed.get(generation, ()), self._job) as attempt:
@@ -133,7 +134,7 @@ class Recovery:
     ) -> tuple[LoadResult | None, str]:
         rank, verify = self._topology.rank, request.verify
         began = time.perf_counter()
-        error: FlashError | None = None
+        error: Exception | None = None
         keys, unexpected = set[str](), set[str]()
         missing: tuple[str, ...] = ()
         transfers: list[Transfer] = []
@@ -144,14 +145,19 @@ class Recovery:
             saved = {fqn for fqn in attempt.saved_keys(rank, verify) if request.selects(fqn)}
             wanted = {fqn for fqn in (*flat.tensors, *flat.values) if request.selects(fqn)}
             keys, unexpected = wanted & saved, saved - wanted
+            _refuse_idle_keys(request, wanted | saved)
             missing = _missing(wanted - saved, saved, flat, request, rank, attempt.world)
             transfers = plan([w for w in live.wants if w.fqn in keys], attempt.stored, rank, cast=request.cast)
             for fqn in flat.values:
                 found, value = attempt.value(fqn, rank, verify) if fqn in keys else (False, None)
                 if found:
                     values[fqn] = value
+                elif fqn in keys:
+                    raise StructureError(
+                        f"key {fqn!r}: expected a value as in the state dict, found a tensor in the checkpoint", key=fqn
+                    )
             extra = attempt.values(rank if rank < attempt.world else 0, verify).extra
-        except FlashError as raised:
+        except Exception as raised:
             error = raised
         problem = self._agree(generation, attempt, error, "preparing to load")
         if problem:
@@ -170,22 +176,14 @@ class Recovery:
         self._touched = True
         try:
             read(transfers, attempt.shards, live.targets, threads=request.threads, verify=verify)
-        except FlashError as raised:
+        except Exception as raised:
             error = raised
         problem = self._agree(generation, attempt, error, "reading")
         if problem:
             return None, problem
         failpoint("after_read")
-        failure: Exception | None = None
-        try:
-            restore(state_dict, flat, values)
-        except Exception as raised:  # user code: load_state_dict of a Stateful object
-            failure = raised
-        told = self._group.vote("" if failure is None else repr(failure), f"handing {generation} to its owners")
-        if failure is not None:
-            raise failure
-        if told:
-            raise StructureError(f"{generation} was read, but load_state_dict failed on other ranks: {told}")
+        # The owners' own code: load_state_dict of Stateful objects.
+        self._group.together(f"handing {generation} to its owners", lambda: restore(state_dict, flat, values, keys))
         result = LoadResult(
             step=generation.step,
             generation=generation,
@@ -198,19 +196,19 @@ class Recovery:
         )
         return result, ""
 
-    def _agree(self, generation: Generation, attempt: Attempt, error: FlashError | None, doing: str) -> str:
+    def _agree(self, generation: Generation, attempt: Attempt, error: Exception | None, doing: str) -> str:
         """All ranks learn of any rank's error: what stepping back can cure is returned, the rest is raised."""
         kind = "" if error is None else "step back" if isinstance(error, _STEP_BACK) else "raise"
         number = getattr(error, "shard_index", None)
-        if kind == "step back" and number is not None:
+        if isinstance(error, CorruptShardError) and number is not None:
             attempt.quarantine(number, str(error))
-        told = json.dumps([kind, getattr(error, "message", "")]) if error is not None else ""
+        told = json.dumps([kind, getattr(error, "message", repr(error))]) if error is not None else ""
         problems = {rank: json.loads(text) for rank, text in self._group.vote(told, f"{doing} {generation}").items()}
         if error is not None and kind == "raise":
             raise error
         for rank, (kind, message) in problems.items():
             if kind == "raise":
-                raise StructureError(f"rank {rank} can't load {generation}: {message}", rank=rank)
+                raise OtherRankError(f"rank {rank} can't load {generation}: {message}", ranks=[rank])
         return "; ".join(f"rank {rank}: {message}" for rank, (_, message) in problems.items())
 
     def _nobody_wants(self, unexpected: set[str]) -> list[str]:
@@ -229,14 +227,31 @@ class Recovery:
         )
 
 
+def _live(state_dict: MutableMapping[Any, Any]) -> tuple[Flat, LiveTensors]:
+    flat = flatten(state_dict)
+    return flat, LiveTensors(flat)
+
+
+def _refuse_idle_keys(request: Request, known: set[str]) -> None:
+    """A prefix that selects nothing is a typo, and would be a fresh start that nobody asked for."""
+    if request.keys is None:
+        return
+    idle = [key for key in request.keys if not any(request.matches(key, fqn) for fqn in known)]
+    if idle or not request.keys:
+        raise MissingKeyError(
+            f"keys={list(request.keys)!r}: no key of the state dict or the checkpoint begins with {idle or 'nothing'}",
+            keys=idle,
+        )
+
+
 def _missing(
     absent: set[str], saved: set[str], flat: Flat, request: Request, rank: int, saved_world: int
 ) -> tuple[str, ...]:
     """Keys that keep their values; raises where that must not be."""
     # An empty dict where the checkpoint has keys (a fresh optimizer's "state") is not a key of its own: the keys
     # below it are the ones to speak of.
-    hollow = {fqn for fqn in absent if flat.values.get(fqn) == {} and any(key.startswith(fqn + ".") for key in saved)}
-    absent = absent - hollow
+    empty = {fqn for fqn in absent if isinstance(flat.values.get(fqn), dict) and not flat.values[fqn]}
+    absent = absent - {fqn for fqn in empty if any(key.startswith(fqn + ".") for key in saved)}
     # A rank that did not exist when the generation was saved has no per-rank state to get back.
     excused = {fqn for fqn in absent if fqn in flat.per_rank and rank >= saved_world}
     if excused:

@@ -20,6 +20,7 @@ class HeldRegion:
     size_bytes: int
     rows: int  # extent of dimension 0; 1 for a scalar
     holders: tuple[int, ...]  # sorted, at least one
+    certain: bool = True  # the mesh says that all hold the same bytes; else it is only what DCP assumes
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,9 @@ def share(regions: Sequence[HeldRegion], rank: int) -> list[Share | None]:
             continue
         loads = load.setdefault(holders, [0] * len(holders))
         mine = holders.index(rank) if rank in holders else -1
-        if region.size_bytes >= SPLIT_BYTES and region.rows >= len(holders):
+        # Rows of different ranks make one tensor only where they are certain to be equal: if ranks differ after
+        # all, one rank's tensor comes back, as with DCP, and not a mix of several.
+        if region.certain and region.size_bytes >= SPLIT_BYTES and region.rows >= len(holders):
             bounds = [region.rows * i // len(holders) for i in range(len(holders) + 1)]
             shares.append(Share(bounds[mine], bounds[mine + 1]) if mine >= 0 else None)
             continue

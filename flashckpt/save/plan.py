@@ -6,7 +6,9 @@ import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flashckpt.errors import InternalError
+from torch.distributed.tensor import DTensor
+
+from flashckpt.errors import InternalError, UnsupportedValueError
 from flashckpt.format.dtypes import ITEMSIZE
 from flashckpt.format.layout import encode_layout, fingerprint
 from flashckpt.save.dedup import HeldRegion, share
@@ -59,7 +61,7 @@ class Planner:
 
     def plan(self, flat: Flat) -> SavePlan:
         tensors = list(flat.tensors.values())
-        aliases = _aliases(tensors)
+        aliases = _aliases(tensors, [fqn in flat.per_rank for fqn in flat.tensors])
         structure = [self.dedup, list(flat.tensors), flat.per_rank, flat.paths, aliases, list(map(signature, tensors))]
         if self._cached is None or self._cached[0] != structure:
             self._cached = structure, _make_plan(flat, self._topology, self.dedup, aliases)
@@ -69,11 +71,18 @@ class Planner:
 def _make_plan(flat: Flat, topology: Topology, dedup: bool, aliases: list[int]) -> SavePlan:
     specs = [describe(fqn, tensor) for fqn, tensor in flat.tensors.items()]
     per_rank = [fqn in flat.per_rank for fqn in flat.tensors]
+    for (fqn, tensor), own in zip(flat.tensors.items(), per_rank, strict=True):
+        _refuse_what_cannot_be_whole(fqn, tensor, own, topology)
     # Tied tensors are one set of bytes; the later key becomes an entry with the same range.
     originals = [i for i, alias in enumerate(aliases) if alias == i]
     pairs = [(i, region) for i in originals for region in specs[i].regions]
     regions = [
-        HeldRegion(_region_bytes(specs[i], region), _rows(region), _holders(specs[i], per_rank[i], topology, dedup))
+        HeldRegion(
+            size_bytes=_region_bytes(specs[i], region),
+            rows=_rows(region),
+            holders=_holders(specs[i], per_rank[i], topology, dedup),
+            certain=specs[i].holders is not None,
+        )
         for i, region in pairs
     ]
     fqns = list(flat.tensors)
@@ -138,8 +147,27 @@ def _make_plan(flat: Flat, topology: Topology, dedup: bool, aliases: list[int]) 
         layout_bytes=layout_bytes,
         layout_fingerprint=fingerprint(layout_bytes),
         tensor_bytes=aligned(offset),
-        tag=_tag(fqns, specs, per_rank) if dedup and len(topology.node_ranks) > 1 else 0,
+        tag=_tag(fqns, specs, per_rank, aliases) if dedup and len(topology.node_ranks) > 1 else 0,
     )
+
+
+def _refuse_what_cannot_be_whole(fqn: str, tensor: Any, own: bool, topology: Topology) -> None:
+    """A part of a tensor whose other parts never reach this generation would make every save unusable."""
+    if not isinstance(tensor, DTensor) or all(placement.is_replicate() for placement in tensor.placements):
+        return
+    if own:
+        raise UnsupportedValueError(
+            f"key {fqn!r}: PerRank holds a DTensor that is sharded over {tensor.device_mesh}",
+            hint="leave sharded tensors out of PerRank: they come back to each rank by themselves",
+            key=fqn,
+        )
+    outside = sorted(set(tensor.device_mesh.mesh.reshape(-1).tolist()) - set(topology.global_ranks))
+    if outside:
+        raise UnsupportedValueError(
+            f"key {fqn!r}: sharded over ranks {outside} too, which this Checkpointer does not span",
+            hint="make the Checkpointer with a process_group that holds the whole mesh",
+            key=fqn,
+        )
 
 
 def _check_parts(flat: Flat, sources: list[Source]) -> None:
@@ -155,7 +183,7 @@ def _check_parts(flat: Flat, sources: list[Source]) -> None:
 
 def _holders(spec: TensorSpec, per_rank: bool, topology: Topology, dedup: bool) -> tuple[int, ...]:
     """Ranks of this node that have the region; only this one where nobody else can be relied on."""
-    if per_rank or spec.holders == () or (spec.holders is None and not dedup):
+    if per_rank or spec.holders == () or not dedup:
         return (topology.rank,)
     if spec.holders is None:
         return topology.node_ranks
@@ -184,21 +212,21 @@ def _cut(region: Region, start: int, stop: int) -> tuple[Box, tuple[int, ...]]:
     )
 
 
-def _tag(fqns: list[str], specs: list[TensorSpec], per_rank: list[bool]) -> int:
-    """Names the set of plain tensors whose storage the ranks of a node divide among themselves.
+def _tag(fqns: list[str], specs: list[TensorSpec], per_rank: list[bool], aliases: list[int]) -> int:
+    """Names the set of tensors whose storage the ranks of a node divide among themselves, and their order.
 
     Ranks of one generation must show the same tag, else somebody relied on a tensor that nobody stored.
     """
     digest = hashlib.blake2b(digest_size=4)
-    for fqn, spec, own in zip(fqns, specs, per_rank, strict=True):
-        if spec.holders is None and not own:
-            digest.update(f"{fqn}\0{spec.dtype}\0{spec.global_shape}\0".encode())
+    for fqn, spec, own, alias in zip(fqns, specs, per_rank, aliases, strict=True):
+        if not own:
+            digest.update(f"{fqn}\0{spec.dtype}\0{spec.global_shape}\0{fqns[alias]}\0{spec.holders is None}\0".encode())
     return int.from_bytes(digest.digest(), "little") or 1
 
 
-def _aliases(tensors: list[Any]) -> list[int]:
+def _aliases(tensors: list[Any], per_rank: list[bool]) -> list[int]:
     """For each tensor the index of the first one that is exactly the same memory; itself if there is none."""
-    first: dict[int, int] = {}
+    first: dict[tuple[int, bool], int] = {}
     aliases = []
     for i, tensor in enumerate(tensors):
         local = plain_local(tensor)
@@ -206,7 +234,7 @@ def _aliases(tensors: list[Any]) -> list[int]:
             pointer = local.data_ptr() if local is not None else 0
         except RuntimeError:  # no storage: describe() will say what is wrong with it
             pointer = 0
-        alias = first.setdefault(pointer, i) if pointer else i
+        alias = first.setdefault((pointer, per_rank[i]), i) if pointer else i
         if alias != i and not _same(tensors[alias], tensor):
             alias = i
         aliases.append(alias)

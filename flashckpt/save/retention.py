@@ -44,12 +44,12 @@ def judge(
     """
     asking = None if launch is None else (launch.epoch, launch.nonce)
     shards: dict[Generation, list[ShardId]] = {}
-    latest: dict[int, int] = {}  # rank of this launch → its newest attempt
+    latest: dict[int, tuple[int, int]] = {}  # rank of this launch → step and attempt of its newest shard
     for shard in tags:
         generation = shard.generation
         shards.setdefault(generation, []).append(shard)
         if (generation.epoch, generation.nonce) == asking:
-            latest[shard.rank] = max(latest.get(shard.rank, 0), generation.seq)
+            latest[shard.rank] = max(latest.get(shard.rank, (-1, 0)), (generation.step, generation.seq))
     return {
         generation: _judge_one(
             generation, members, tags, latest if (generation.epoch, generation.nonce) == asking else None, fence, voids
@@ -62,7 +62,7 @@ def _judge_one(
     generation: Generation,
     members: list[ShardId],
     tags: Mapping[ShardId, int],
-    latest: Mapping[int, int] | None,
+    latest: Mapping[int, tuple[int, int]] | None,
     fence: Fence | None,
     voids: Collection[Generation],
 ) -> Verdict:
@@ -77,7 +77,7 @@ def _judge_one(
         reason = f"no shard of ranks {_some(missing)}"
         if latest is None or generation in voids:
             return Verdict(State.DEAD, reason)
-        if any(latest.get(rank, 0) > generation.seq for rank in missing):
+        if any(latest.get(rank, (-1, 0)) > (generation.step, generation.seq) for rank in missing):
             return Verdict(State.DEAD, f"{reason}, which went on to a later one")
         return Verdict(State.PENDING, reason)
     if len({tags[shard] for shard in members}) > 1:

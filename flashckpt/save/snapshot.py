@@ -44,7 +44,7 @@ def snapshot(
         if tensor is None:
             tensor = _view(fqns[source.tensor], tensors[source.tensor], source)
             keep.append(tensor)
-        address = native_address(tensor)
+        address = native_address(fqns[source.tensor], tensor)
         if address is None:
             by_torch.append(DeviceCopy(tensor, source.offset_bytes, source.length_bytes))
             address = 0

@@ -71,6 +71,7 @@ def _made_encodable(packed: dict[str, Any], allow_torch_save: bool, error: Unsup
             buffer = io.BytesIO()
             torch.save(value, buffer)
             result[key] = Blob(buffer.getvalue())
+            _decoded(key, result[key])  # what can't be loaded must not be saved
         else:
             raise error
     return {**result, _TENSORS: with_tensors} if with_tensors else result

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, MutableSequence
+from collections.abc import Collection, Mapping, MutableMapping, MutableSequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,35 +121,41 @@ def _is_stateful(value: Any) -> bool:
     return isinstance(value, Stateful) and not isinstance(value, type)
 
 
-def restore(state_dict: MutableMapping[Any, Any], flat: Flat, values: Mapping[str, Any]) -> None:
+def restore(
+    state_dict: MutableMapping[Any, Any], flat: Flat, values: Mapping[str, Any], loaded: Collection[str]
+) -> None:
     """Puts loaded values back into the live structure, in place; tensors were written to already.
 
     `flat` is what `flatten(state_dict)` gave; `values` maps flat keys to what replaces the leaf there, and keys
-    that are absent keep their leaf. Stateful objects get the state dict that `flatten` asked them for.
+    that are absent keep their leaf. Stateful objects get the state dict that `flatten` asked them for, unless none
+    of their keys is among `loaded`.
     """
+    owners = {fqn for fqn in flat.statefuls if any(key == fqn or key.startswith(fqn + ".") for key in loaded)}
     for key in list(state_dict):
-        state_dict[key] = _rebuild(flat, values, str(key), state_dict[key])
+        state_dict[key] = _rebuild(flat, values, owners, str(key), state_dict[key])
 
 
-def _rebuild(flat: Flat, values: Mapping[str, Any], fqn: str, value: Any) -> Any:
+def _rebuild(flat: Flat, values: Mapping[str, Any], owners: Collection[str], fqn: str, value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value
     if isinstance(value, PerRank):
-        value.value = _rebuild(flat, values, fqn, value.value)
+        value.value = _rebuild(flat, values, owners, fqn, value.value)
         return value
     if isinstance(value, Mapping) and value:
-        rebuilt = {key: _rebuild(flat, values, f"{fqn}.{key}", item) for key, item in value.items()}
+        rebuilt = {key: _rebuild(flat, values, owners, f"{fqn}.{key}", item) for key, item in value.items()}
         if not isinstance(value, MutableMapping):
             return type(value)(rebuilt)  # type: ignore[call-arg]
-        value.update(rebuilt)
+        for key, item in rebuilt.items():
+            value[key] = item  # not update(): a Counter's adds
         return value
     if isinstance(value, (list, tuple)) and _holds_tensors(value):
-        items = [_rebuild(flat, values, f"{fqn}.{index}", item) for index, item in enumerate(value)]
+        items = [_rebuild(flat, values, owners, f"{fqn}.{index}", item) for index, item in enumerate(value)]
         if isinstance(value, MutableSequence):
             value[:] = items
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if fqn in flat.statefuls:
-        value.load_state_dict(_rebuild(flat, values, fqn, flat.statefuls[fqn]))
+        if fqn in owners:
+            value.load_state_dict(_rebuild(flat, values, owners, fqn, flat.statefuls[fqn]))
         return value
     return values.get(fqn, value)

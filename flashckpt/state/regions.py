@@ -52,11 +52,18 @@ def signature(tensor: Any) -> tuple[Any, ...]:
         spec, local = tensor._spec, tensor._local_tensor
         # tensor_meta is the global shape and dtype: the DTensor's own properties answer three times as slowly.
         # The mesh itself and not its id, which another mesh may get once this one is gone.
-        return (spec.tensor_meta, spec.placements, spec.mesh, local.dtype, local.shape)
+        return (spec.tensor_meta, spec.placements, _shard_order(spec), spec.mesh, local.dtype, local.shape)
     if isinstance(tensor, ShardedTensor):
         shards = tuple((tuple(s.metadata.shard_offsets), tuple(s.metadata.shard_sizes)) for s in tensor.local_shards())
         return (_dtype(tensor), tensor.metadata().size, shards)
+    if hasattr(tensor, "__create_chunk_list__"):
+        chunks = tuple((tuple(c.offsets), tuple(c.sizes)) for c in tensor.__create_chunk_list__())
+        return (tensor.dtype, tensor.shape, chunks)
     return (tensor.dtype, tensor.shape)
+
+
+def _shard_order(spec: Any) -> Any:
+    return getattr(spec, "shard_order", None)
 
 
 def plain_local(tensor: Any) -> torch.Tensor | None:
@@ -134,6 +141,9 @@ def _describe_dtensor(fqn: str, tensor: DTensor, dtype: str) -> TensorSpec:
     mesh, placements, shape = tensor.device_mesh, tensor.placements, tuple(tensor.shape)
     if any(isinstance(placement, Partial) for placement in placements):
         raise _unsupported(fqn, tensor, f"placements {placements}: a Partial is not reduced yet")
+    order = _shard_order(tensor._spec)
+    if order is not None and order != type(tensor._spec).compute_default_shard_order(placements):
+        raise _unsupported(fqn, tensor, f"placements {placements} applied in another order than the mesh's: {order}")
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return TensorSpec(dtype, shape, (), holders=())

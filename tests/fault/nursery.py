@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import flashckpt
 import flashckpt.dcp
 import flashckpt.failpoints
+from tests.fault import tasks
 
 
 @functools.cache
@@ -202,7 +203,8 @@ def frozen(memory_dir, ready):
         print("woke", handle.outcome, handle.reason.replace("\n", " "), flush=True)
 
 
-TASKS = {task.__name__: task for task in (work, stages, strangers, absent, busy, one_rank_is_out_of_room, frozen)}
+OWN_TASKS = (work, stages, strangers, absent, busy, one_rank_is_out_of_room, frozen)
+TASKS = {task.__name__: task for task in (*OWN_TASKS, *tasks.TASKS)}
 
 
 def child(rank, request, store, out):

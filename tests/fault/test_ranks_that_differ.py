@@ -46,6 +46,53 @@ def test_ranks_that_part_later_lose_one_generation_and_never_the_last(nursery, m
     assert [said[0] for said in job.said("loaded")] == [["5", "True"]] * 2
 
 
+@pytest.mark.parametrize("kind", ["order", "extra key", "tie"])
+def test_nothing_is_left_to_a_rank_that_does_not_store_it(kind, nursery, memory_dir):
+    job = nursery.run(2, task="order_of_keys", memory_dir=memory_dir, kind=kind)
+    assert job.codes == [0, 0], job.outputs
+    assert steps(job) == [[(step, "ok") for step in (1, 2, 3)]] * 2
+    assert [said[0] for said in job.said("loaded")] == [["3", "True"]] * 2
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_rank_that_misses_a_save_is_in_step_again_at_the_next(first, nursery, memory_dir):
+    job = nursery.run(2, task="one_rank_misses_a_save", memory_dir=memory_dir, first=first)
+    assert job.codes == [0, 0], job.outputs
+    outcomes = [dict(said) for said in steps(job)]
+    at = 1 if first else 3
+    assert outcomes[1].pop(at) == "refused"
+    assert outcomes[0].pop(at) == ("failed" if first else "ok")
+    assert set(outcomes[0].values()) == set(outcomes[1].values()) == {"ok"}
+    assert all(float(words[2]) < 4 for said in job.said("saved") for words in said), "a save waited for its deadline"
+    assert [said[0] for said in job.said("loaded")] == [["6", "6.0"]] * 2
+
+
+def test_one_ranks_exception_in_load_is_everybodys(nursery, memory_dir):
+    job = nursery.run(2, task="one_rank_cannot_load", memory_dir=memory_dir)
+    assert job.codes == [0, 0], job.outputs
+    assert [said[0] for said in job.said("raised")] == [["OtherRankError"], ["ValueError"]]
+    assert [said[0] for said in job.said("loaded")] == [["1"]] * 2
+
+
+def test_dcp_on_one_rank_does_not_replace_what_all_saved(nursery, memory_dir):
+    job = nursery.run(2, task="only_part_of_the_world", memory_dir=memory_dir)
+    assert job.codes == [0, 0], job.outputs
+    assert job.said("raised") == [[["True"]], []]
+    assert [said[0] for said in job.said("loaded")] == [["2", "2.0"]] * 2
+
+
+def test_per_rank_state_comes_back_per_rank_through_dcp(nursery, memory_dir):
+    job = nursery.run(2, task="per_rank_through_dcp", memory_dir=memory_dir)
+    assert job.codes == [0, 0], job.outputs
+    assert job.said("loaded") == [[["7.0"]], [["8.0"]]]
+
+
+def test_what_could_never_be_loaded_is_not_saved(nursery, memory_dir):
+    job = nursery.run(2, task="never_whole", memory_dir=memory_dir)
+    assert job.codes == [0, 0], job.outputs
+    assert job.said("refused") == [[["True"], ["True"]]] * 2
+
+
 def test_memory_of_a_larger_world_is_given_back(nursery, memory_dir):
     """Four ranks leave eight slots; two ranks need four larger ones, and the rest goes."""
     assert nursery.run(4, memory_dir=memory_dir, first=1, steps=3, scale=50).codes == [0] * 4
@@ -68,7 +115,7 @@ def test_a_load_that_a_rank_does_not_come_to_ends_at_its_deadline(nursery, memor
     job = nursery.run(2, task="absent", memory_dir=memory_dir)
     assert job.codes == [0, 0], job.outputs
     message = " ".join(job.said("gave")[0][0])
-    assert "gathering the inventories: rank 0 of 2 waited" in message
+    assert "agreeing on the epoch: rank 0 of 2 waited" in message
     assert "for ranks [1]" in message
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 
 import flashckpt
-from flashckpt import CheckpointConfig, Checkpointer, PerRank
+from flashckpt import CheckpointConfig, Checkpointer, PerRank, native
 from flashckpt.format.dtypes import ITEMSIZE
 
 
@@ -308,10 +309,11 @@ def test_torch_save_blobs_never_run_code(make, memory_dir):
             return os.mkdir, (f"{memory_dir}/ran",)
 
     checkpointer = make(allow_torch_save=True)
-    checkpointer.save(1, {"evil": Evil()})
+    # What could not be loaded again must not be saved, let alone set an older generation free.
     with pytest.raises(flashckpt.UnsupportedValueError, match=r"'evil'.*weights_only"):
-        checkpointer.load({"evil": None})
+        checkpointer.save(1, {"evil": Evil()})
     assert not os.path.exists(f"{memory_dir}/ran")
+    assert checkpointer.load({"evil": None}) is None
 
 
 # --- load: what fits and what does not ------------------------------------------------------------------------
@@ -368,6 +370,87 @@ def test_extra_and_per_rank(make):
     result = checkpointer.load(live)
     assert result.extra == {"tokens": 12, "deep": [1, (2,)]}
     assert (live["rng"].value["state"].tolist(), live["rng"].value["n"]) == ([1.0] * 3, 4)
+
+
+def test_a_tensor_does_not_fit_a_value(make):
+    checkpointer = make()
+    checkpointer.save(1, {"step": torch.tensor(5.0), "n": 3})
+    with pytest.raises(flashckpt.StructureError, match=r"'step'.*found a tensor"):
+        checkpointer.load({"step": 0, "n": 0})
+    with pytest.raises(flashckpt.MissingKeyError):
+        checkpointer.load({"step": torch.zeros(()), "n": torch.zeros(())})
+
+
+@pytest.mark.parametrize("keys", [["modle"], [], ["model", "x"]])
+def test_prefixes_that_select_nothing_are_refused(make, keys):
+    checkpointer = make()
+    checkpointer.save(1, {"model": {"w": torch.ones(2)}})
+    with pytest.raises(flashckpt.MissingKeyError, match="no key of the state dict or the checkpoint"):
+        checkpointer.load({"model": {"w": torch.zeros(2)}}, keys=keys)
+    with pytest.raises(flashckpt.ConfigError, match="found the string"):
+        checkpointer.load({"model": {"w": torch.zeros(2)}}, keys="model")
+
+
+def test_numbers_do_not_lose_a_part_by_casting(make):
+    checkpointer = make()
+    checkpointer.save(1, {"c": torch.ones(2, dtype=torch.complex64)})
+    with pytest.raises(flashckpt.StructureError, match="complex64 does not fit"):
+        checkpointer.load({"c": torch.zeros(2)}, cast=True)
+
+
+def test_counters_are_not_added_up(make):
+    checkpointer = make()
+    checkpointer.save(1, {"seen": Counter(a=2)})
+    live = {"seen": Counter(a=5)}
+    checkpointer.load(live)
+    assert live == {"seen": Counter(a=2)}
+
+
+def test_statefuls_that_were_not_asked_for_are_left_alone(make):
+    class Thing:
+        loads = 0
+
+        def state_dict(self):
+            return {"t": torch.ones(2)}
+
+        def load_state_dict(self, state):
+            self.loads += 1
+
+    checkpointer = make()
+    a, b = Thing(), Thing()
+    checkpointer.save(1, {"a": a, "b": b})
+    checkpointer.load({"a": a, "b": b}, keys=["a"])
+    assert (a.loads, b.loads) == (1, 0)
+
+
+def test_autograd_notices_a_load(make):
+    checkpointer = make()
+    weight = torch.ones(3, requires_grad=True)
+    checkpointer.save(1, {"w": weight})
+    loss = (weight * weight).sum()
+    checkpointer.load({"w": weight})
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_freed_tensor_is_refused_and_no_old_bytes_pass_for_it(make):
+    checkpointer = make()
+    for step in (1, 2):
+        checkpointer.save(step, {"t": torch.full((1000,), float(step))})
+    freed = torch.full((1000,), 3.0)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(flashckpt.UnsupportedValueError, match=r"'t'.*without storage"):
+        checkpointer.save(3, {"t": freed})
+    live = {"t": torch.zeros(1000)}
+    assert checkpointer.load(live).step == 2
+    assert torch.equal(live["t"], torch.full((1000,), 2.0))
+
+
+def test_what_is_no_mapping_is_refused(make):
+    with pytest.raises(flashckpt.ConfigError, match="state dict: expected a mapping"):
+        make().save(1, [1, 2])
+    with pytest.raises(flashckpt.ConfigError, match="extra: expected a mapping"):
+        make().save(1, {"n": 1}, extra=[1])
 
 
 # --- which generation ----------------------------------------------------------------------------------------
@@ -626,6 +709,33 @@ def test_slots_are_reused_after_a_restart(make, memory_dir, run_python):
     assert inodes[0] == inodes[1] == inodes[2]
     live = {"t": torch.zeros(100_000), "n": 1}
     assert make().load(live).step == 9
+
+
+def test_a_reader_beside_the_training_takes_nothing_over(make):
+    trainer, reader = make(slots_per_rank=4), make(slots_per_rank=4)
+    for step in (1, 2):
+        trainer.save(step, {"n": step})
+    live = {"n": 0}
+    assert reader.load(live, step=1, read_only=True).step == 1
+    assert live == {"n": 1}
+    assert trainer.save(3, {"n": 3}).outcome == "ok"
+    assert reader.load(live, read_only=True).step == 3
+
+
+def test_a_newer_format_is_left_where_it_is(make, memory_dir):
+    """Going back to an older version of flashckpt must not cost the checkpoints of the newer one."""
+    checkpointer = make()
+    checkpointer.save(1, {"n": 1})
+    (path,) = sealed_files(memory_dir)
+    with open(path, "r+b") as file:
+        head = bytearray(file.read(64))
+        head[8:12] = (2).to_bytes(4, "little")
+        head[60:64] = native.crc32c(bytes(head[:60])).to_bytes(4, "little")
+        file.seek(0)
+        file.write(head)
+    with pytest.raises(flashckpt.UnusableError, match="version"):
+        checkpointer.load({"n": 0})
+    assert sealed_files(memory_dir) == [path]
 
 
 def test_status(make):

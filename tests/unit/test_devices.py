@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from flashckpt.devices import Copier, DeviceCopy, as_bits, native_address
+from flashckpt.errors import UnsupportedValueError
 
 
 class Registrar:
@@ -79,6 +80,14 @@ def test_strided_copies_land_as_contiguous_bytes(dtype):
 def test_what_the_native_core_may_read_itself():
     plain = torch.randn(4, 4)
     numbers = torch.randn(4, dtype=torch.complex64)
-    assert native_address(plain) == plain.data_ptr()
+    assert native_address("key", plain) == plain.data_ptr()
     for other in (plain.t(), plain[:, 1], numbers.conj(), numbers.conj().imag, torch.empty(2, device="meta")):
-        assert native_address(other) is None
+        assert native_address("key", other) is None
+
+
+def test_memory_that_was_freed_is_refused_by_key():
+    """Address 0 means "already in place" to the native core: stale bytes of the slot would pass as the tensor's."""
+    tensor = torch.randn(4)
+    tensor.untyped_storage().resize_(0)
+    with pytest.raises(UnsupportedValueError, match=r"'key'.*without storage"):
+        native_address("key", tensor)

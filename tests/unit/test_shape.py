@@ -98,7 +98,15 @@ def test_public_names():
         *("AmbiguousHistoryError", "BusyError", "CheckpointConfig", "Checkpointer", "ClosedError", "ConfigError"),
         *("ConflictError", "CorruptShardError", "DeadlineError", "FencedError", "FlashError", "Generation"),
         *("IncompatibleError", "InternalError", "Level", "LoadResult", "MissingKeyError", "NoSpaceError"),
-        *("NotFoundError", "Outcome", "PerRank", "SaveHandle", "StructureError", "UnsafeDirectoryError"),
+        *(
+            "NotFoundError",
+            "OtherRankError",
+            "Outcome",
+            "PerRank",
+            "SaveHandle",
+            "StructureError",
+            "UnsafeDirectoryError",
+        ),
         *("UnsupportedValueError", "UnusableError", "dcp"),
     }
 
