@@ -20,7 +20,7 @@ from flashckpt.errors import (
     ClosedError,
     ConfigError,
     ConflictError,
-    FlashError,
+    FencedError,
     OtherRankError,
     UnusableError,
 )
@@ -49,6 +49,8 @@ log = logging.getLogger(__name__)
 
 _AGREEMENT = struct.Struct("<IQ")  # tag, bytes that this rank's slots need
 _COMPARING = "comparing save plans"
+# What a save may end in through no fault of the caller's; everything else is raised.
+_OUTCOMES = (OSError, BusyError, FencedError, OtherRankError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,7 @@ class Checkpointer:
             self._settings.memory_dir,
             self._settings.job,
             budget_bytes=self.config.memory_budget_bytes,
+            threads=self.config.threads or 2,
         )
         self._topology = agree_topology(
             self._group, self._settings.node_id, self._store.directory_id, self._settings.job
@@ -145,7 +148,10 @@ class Checkpointer:
                     values,
                     on_staged=lambda: handle.advance(Level.STAGED),
                 )
-            except (FlashError, OSError) as error:
+            except BaseException as error:
+                self._writer.void(generation)
+                if not isinstance(error, _OUTCOMES):
+                    raise
                 return self._save_failed(handle, error)
             handle.size_bytes = written.sealed.size_bytes
             handle.timings = dataclasses.replace(written.timings, plan=planned - began)
@@ -163,7 +169,7 @@ class Checkpointer:
             flat, plan, values = self._prepare(state_dict, None)
             plan = self._agree_on(plan, flat, values)
             place = self._writer.geometry(plan, values)
-            self._store.prepare(place.file_length_bytes, self.config.slots_per_rank)
+            self._writer.prepare(place.file_length_bytes)
 
     # --- load -----------------------------------------------------------------------------------------------
 
@@ -433,13 +439,7 @@ class Checkpointer:
         )
         self._anchored = True
 
-    def _save_failed(self, handle: SaveHandle, error: FlashError | OSError) -> SaveHandle:
-        if handle.generation is not None:
-            self._writer.void(handle.generation)
-        if isinstance(error, FlashError) and not isinstance(error, (OSError, BusyError)):
-            expected = error.code.startswith(("FC-JOB", "FC-DIR", "FC-MEM", "FC-RANK"))
-            if not expected:
-                raise error
+    def _save_failed(self, handle: SaveHandle, error: Exception) -> SaveHandle:
         outcome = Outcome.SKIPPED if isinstance(error, BusyError) else Outcome.FAILED
         log.warning("step %d not saved (%s): %s", handle.step, outcome.value, error)
         self._ended(handle, outcome, str(error), error)

@@ -24,7 +24,8 @@ ENVIRONMENT = {
 }
 
 # Ids that stay the same when the launcher restarts the job, best first.
-_STICKY_LAUNCHER_IDS = ("SLURM_ARRAY_JOB_ID", "SLURM_JOB_ID", "LSB_JOBID", "PBS_JOBID", "TORCHELASTIC_RUN_ID")
+# Slurm gives each task of an array a job id of its own, and keeps it over a requeue.
+_STICKY_LAUNCHER_IDS = ("SLURM_JOB_ID", "LSB_JOBID", "PBS_JOBID", "TORCHELASTIC_RUN_ID")
 _UUID = re.compile(r"[0-9a-f]{8}-?([0-9a-f]{4}-?){3}[0-9a-f]{12}")
 
 

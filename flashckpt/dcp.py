@@ -34,6 +34,7 @@ from flashckpt.errors import (
     IncompatibleError,
     InternalError,
     StructureError,
+    UnusableError,
 )
 from flashckpt.format.layout import encode_layout, fingerprint
 from flashckpt.launch import next_launch
@@ -151,7 +152,11 @@ class FlashWriter(StorageWriter):
         else:
             foreign = _foreign.get(self._origin) or _foreign.setdefault(self._origin, _Foreign(self._origin))
             self.generation = foreign.next_generation(step)
-            foreign.writer.write(ShardId(self.generation, self._rank, world), ours, flat, values)
+            try:
+                foreign.writer.write(ShardId(self.generation, self._rank, world), ours, flat, values)
+            except BaseException:
+                foreign.writer.void(self.generation)
+                raise
         sizes = {id(item): source.length_bytes for item, source in zip(tensors, ours.sources, strict=True)}
         done: Future[list[WriteResult]] = Future()
         done.set_result([WriteResult(item.index, sizes.get(id(item), 0), None) for item in plan.items])
@@ -296,11 +301,9 @@ class FlashReader(StorageReader):
                 continue
             self._attempt = attempt
             return metadata
-        raise IncompatibleError(
-            f"job {checkpointer.job!r}: no usable generation"
-            + (f" of step {self._step}" if self._step is not None else "")
-            + "".join(f"\n  - {problem}" for problem in problems)
-        )
+        where = f" of step {self._step}" if self._step is not None else ""
+        listed = "".join(f"\n  - {problem}" for problem in problems)
+        raise UnusableError(f"job {checkpointer.job!r}: no usable generation{where} in memory{listed}")
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._rank = kwargs.get("rank", self._checkpointer.topology.rank)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flashckpt.devices import Copier
-from flashckpt.errors import BusyError, FencedError
+from flashckpt.errors import BusyError, FencedError, FlashError
 from flashckpt.failpoints import failpoint
 from flashckpt.format.shard import DEFAULT_CHUNK_BYTES, Geometry, encode_header, geometry, seal_bytes
 from flashckpt.save.handle import SaveTimings
@@ -50,6 +50,7 @@ class ShardWriter:
         self._threads = threads
         self._copier = Copier()
         self._values_room = 0
+        self._trimmed = False
 
     def write(
         self,
@@ -115,9 +116,19 @@ class ShardWriter:
             DEFAULT_CHUNK_BYTES,
         )
 
+    def prepare(self, size_bytes: int) -> None:
+        """Makes ready as many slots as this rank still lacks."""
+        me = Owner.current()
+        mine = sum(one.writer == me for one in self._store.scan())
+        self._store.prepare(size_bytes, max(0, self._config.slots_per_rank - mine))
+
     def void(self, generation: Generation) -> None:
-        """Tells the other ranks of the node that this one will not complete the generation."""
-        self._store.mark_void(generation)
+        """Tells the other ranks of the node that this one will not complete the generation.
+
+        Where even that can't be done (the directory is gone), they find out at this rank's next save or at a deadline.
+        """
+        with contextlib.suppress(FlashError, OSError):
+            self._store.mark_void(generation)
 
     def verdicts(self) -> tuple[tuple[Sealed, ...], dict[Generation, Verdict]]:
         """The sealed shards of this node, and the state of each generation among them."""
@@ -157,8 +168,10 @@ class ShardWriter:
             self._release_left_behind([one for one in scan if one.writer != me], free, shard)
             if len(mine) < self._config.slots_per_rank:
                 return self._store.claim(size_bytes)
-            # All slots of our own: what earlier processes left (of another world size, say) is nobody's any more.
-            self._store.trim()
+            if not self._trimmed:
+                # All slots of our own: what earlier processes left (of another world size, say) is nobody's any more.
+                self._trimmed = True
+                self._store.trim()
             oldest = min((one for one in mine if one.shard.generation in free), key=_age, default=None)
             if oldest is not None:
                 failpoint("before_recycle")
