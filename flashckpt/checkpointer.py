@@ -418,11 +418,17 @@ class Checkpointer:
         return plan
 
     def _stop_sharing_if_split(self) -> None:
-        """A generation of this launch is dead only if ranks relied on tensors that others did not have."""
+        """Stops dividing the storage once a generation shows that ranks relied on what others do not have.
+
+        A rank that has seen it stores everything under tag 0 from then on; whoever meets that tag stops too, also if
+        the generation that showed it is recycled by then.
+        """
         if not self._planner.dedup or len(self._topology.node_ranks) == 1:
             return
-        _, verdicts = self._writer.verdicts()
-        if any(v.state is State.DISAGREES and g.nonce == self._writer.launch.nonce for g, v in verdicts.items()):
+        scan, verdicts = self._writer.verdicts()
+        ours = self._writer.launch.nonce
+        split = any(v.state is State.DISAGREES and g.nonce == ours for g, v in verdicts.items())
+        if split or any(one.tag == 0 and one.shard.generation.nonce == ours for one in scan):
             log.warning("keys no longer agree between ranks: from now on each rank stores all of its own tensors")
             self._planner.dedup = False
 

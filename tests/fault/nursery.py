@@ -241,7 +241,7 @@ def run(request):
             if pid == 0:
                 child(rank, request, f"{folder}/store", out)
             children.append(pid)
-        codes = wait_all(children, request)
+        codes = wait_all(children, request, lambda: any(os.fstat(out).st_size for out in outs))
         outputs = []
         for rank, out in enumerate(outs):
             os.close(out)
@@ -250,16 +250,18 @@ def run(request):
         return {"codes": codes, "outputs": outputs}
 
 
-def wait_all(children, request):
+def wait_all(children, request, has_spoken):
     codes = {}
     deadline = time.monotonic() + request.get("timeout", 90)
-    kill_at = time.monotonic() + request["kill_after"] if "kill_after" in request else None
+    kill_at = None
     while len(codes) < len(children):
         for pid in children:
             if pid not in codes:
                 done, status = os.waitpid(pid, os.WNOHANG)
                 if done:
                     codes[pid] = os.waitstatus_to_exitcode(status)
+        if kill_at is None and "kill_after" in request and has_spoken():
+            kill_at = time.monotonic() + request["kill_after"]
         late = time.monotonic() > deadline
         if late or any(codes.values()) or (kill_at is not None and time.monotonic() > kill_at):
             for pid in children:

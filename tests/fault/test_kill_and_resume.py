@@ -122,13 +122,16 @@ def test_killed_at_random_moments(nursery, memory_dir):
             first=1,
             steps=10_000,
             scale=200,
-            kill_after=0.3 + moments.random(),
+            kill_after=moments.random(),  # seconds after the first word
             allow_fresh=best == 0,
         )
-        assert resumed(killed) >= best, killed.outputs
+        # A rank may have been killed before it could say where it resumed; the first to speak has.
+        started = {int(words[0][0]) for words in killed.said("resumed") if words} or {0}
+        assert len(started) == 1, killed.outputs
+        assert min(started) >= best, killed.outputs
         assert not any("exit" in out for out in killed.outputs), killed.outputs
         rounds_with_saves += promised(killed) > 0
-        best = max(best, promised(killed), resumed(killed))
+        best = max(best, promised(killed), *started)
     assert rounds_with_saves >= 10, "too few rounds got as far as saving"
     last = nursery.run(2, memory_dir=memory_dir, first=1, steps=best + 2, scale=200)
     assert last.codes == [0, 0], last.outputs

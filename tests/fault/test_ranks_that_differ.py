@@ -37,11 +37,13 @@ def test_stages_with_keys_of_their_own(nursery, memory_dir):
     assert all("differ between the ranks" in out for out in job.outputs)
 
 
-def test_ranks_that_part_later_lose_one_generation_and_never_the_last(nursery, memory_dir):
+def test_ranks_that_part_later_lose_a_generation_and_never_the_last(nursery, memory_dir):
     job = nursery.run(2, task="stages", memory_dir=memory_dir, part_at=3)
     assert job.codes == [0, 0], job.outputs
     states = dict(job.said("generation")[0])
-    assert states == {"1": "complete", "2": "complete", "3": "disagrees", "4": "complete", "5": "complete"}
+    # A second one goes where the quick rank recycled the first before the other had looked at it.
+    assert states.pop("4") in ("complete", "disagrees")
+    assert states == {"1": "complete", "2": "complete", "3": "disagrees", "5": "complete"}
     assert all("no longer agree" in out for out in job.outputs)
     assert [said[0] for said in job.said("loaded")] == [["5", "True"]] * 2
 

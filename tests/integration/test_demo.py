@@ -61,7 +61,7 @@ def test_an_interrupted_demo_leaves_nothing_behind(parent, number):
         assert process.stderr is not None
         assert "1/3" in process.stderr.readline()
         # The job's memory directory is there: torchrun and a rank are running.
-        while not list(parent.glob("flashckpt-demo-*/undisturbed/demo")):
+        while not list(parent.glob("flashckpt-demo-*/memory/demo")):
             assert process.poll() is None
             time.sleep(0.05)
         assert len(below := descendants(process.pid)) >= 2
