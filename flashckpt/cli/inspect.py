@@ -51,7 +51,7 @@ def command(
     if as_json:
         content = {
             "job": name,
-            **_identity(found),
+            **found.as_json(),
             "problems": problems,
             "tensors": listed,
             "values": shown if values else None,
@@ -115,21 +115,6 @@ def _verified_values(fd: int, header: ShardHeader) -> bytes:
         if native.crc32c(data[at : at + chunk]) != expected:
             raise CorruptShardError(f"{header.shard}: chunk {number}, which holds values, fails its crc32c")
     return data[start - first * chunk :][:length]
-
-
-def _identity(found: GenerationView) -> dict[str, Any]:
-    generation = found.generation
-    return {
-        "step": generation.step,
-        "epoch": generation.epoch,
-        "nonce": f"{generation.nonce:016x}",
-        "seq": generation.seq,
-        "state": found.state,
-        "reason": found.reason,
-        "world": found.world,
-        "ranks": [shard.rank for shard in found.shards],
-        "size_bytes": found.size_bytes,
-    }
 
 
 def _tensor(key: tuple[str, int | None], pieces: list[Piece], headers: list[ShardHeader]) -> dict[str, Any]:

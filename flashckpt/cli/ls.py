@@ -14,7 +14,7 @@ from flashckpt.cli.output import age, format_bytes, note, print_json, print_tabl
 from flashckpt.errors import FlashError
 
 if TYPE_CHECKING:
-    from flashckpt.cli.memory import GenerationView, JobView
+    from flashckpt.cli.memory import JobView
 
 
 @click.command("ls")
@@ -79,24 +79,9 @@ def _as_json(job: JobView, at: float) -> dict[str, Any]:
     return {
         "job": job.job,
         "path": job.status.path,
-        "generations": [_generation_as_json(one, at) for one in job.generations],
+        "generations": [
+            {**one.as_json(), "sealed_at": one.sealed_at, "age_seconds": one.age_seconds(at)} for one in job.generations
+        ],
         "fence": None if fence is None else {"step": fence.step, "epoch": fence.epoch, "nonce": f"{fence.nonce:016x}"},
         "slots": {name: {"files": one.files, "size_bytes": one.size_bytes} for name, one in counts.items()},
-    }
-
-
-def _generation_as_json(found: GenerationView, at: float) -> dict[str, Any]:
-    generation = found.generation
-    return {
-        "step": generation.step,
-        "epoch": generation.epoch,
-        "nonce": f"{generation.nonce:016x}",
-        "seq": generation.seq,
-        "state": found.state,
-        "reason": found.reason,
-        "world": found.world,
-        "ranks": [shard.rank for shard in found.shards],
-        "size_bytes": found.size_bytes,
-        "sealed_at": found.sealed_at,
-        "age_seconds": found.age_seconds(at),
     }

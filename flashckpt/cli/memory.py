@@ -68,6 +68,20 @@ class GenerationView:
     def age_seconds(self, now: float) -> float:
         return max(0.0, now - self.sealed_at)
 
+    def as_json(self) -> dict[str, Any]:
+        """What every listing says of a generation."""
+        return {
+            "step": self.generation.step,
+            "epoch": self.generation.epoch,
+            "nonce": f"{self.generation.nonce:016x}",
+            "seq": self.generation.seq,
+            "state": self.state,
+            "reason": self.reason,
+            "world": self.world,
+            "ranks": [shard.rank for shard in self.shards],
+            "size_bytes": self.size_bytes,
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class JobView:
