@@ -10,7 +10,7 @@ import os
 import re
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flashckpt.cli.output import note, printable
 from flashckpt.config import CheckpointConfig, resolve
