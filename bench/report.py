@@ -130,14 +130,15 @@ def _table_of_times(samples: Samples) -> Table:
         # A stage of a save or load has no throughput of its own.
         whole = ":" not in measure and measure not in ("open", "prewarm")
         speed = samples.state_bytes[section] / series.median / 1e9
-        limit = _limit(samples, "load" if "load" in measure else "save")
+        # Only here memcpy took its turns with the others.
+        limit = _limit(samples, measure) if section == "steady" and whole else None
         table.add_row(
             section if section != last else "",
             contender,
             measure,
             *(milliseconds(value) for value in (series.median, series.best, series.worst)),
-            f"{speed:.2f}" if whole else "",
-            f"{speed / limit:.0%}" if whole and limit else "",
+            f"{speed:.3g}" if whole else "",
+            f"{speed / limit:.0%}" if limit else "",
         )
         last = section
     return table
