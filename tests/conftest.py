@@ -28,7 +28,7 @@ def environment(**extra):
     return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **extra}
 
 
-def torchrun(ranks, script, *arguments, timeout=240, launcher=(), **extra):
+def torchrun(ranks, script, *arguments, timeout=400, launcher=(), **extra):
     """Runs a script on `ranks` real trainers; the whole process group is gone when this returns."""
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={ranks}", *launcher, str(script), *map(str, arguments)]

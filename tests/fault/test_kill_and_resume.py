@@ -111,6 +111,7 @@ def test_first_save_after_a_restore_is_torn(nursery, memory_dir, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_killed_at_random_moments(nursery, memory_dir):
     """Thirty kills of a job that saves all the time; nothing promised is ever lost, nothing is ever mixed."""
     moments = random.Random(20)

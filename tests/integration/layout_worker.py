@@ -168,8 +168,8 @@ def load(memory_dir, saved_worlds):
                     if not torch.equal(noise, torch.full((3,), wanted)):
                         sys.exit(f"{layout} from {saved}: per-rank noise {noise}, wanted {wanted}")
                     check(f"{layout} from {saved} step {version}", state, build(layout, version, world))
-        for layout in DCP_LAYOUTS:
-            # Either API reads what the other wrote.
+        # Either API reads what the other wrote; from the smallest and the largest world is enough to see it.
+        for layout in DCP_LAYOUTS if saved in (1, 4) else ():
             with flashckpt.Checkpointer(config(memory_dir, f"dcp-{layout}-{saved}")) as checkpointer:
                 state = build(layout, 0, world)
                 checkpointer.load(state)

@@ -10,6 +10,7 @@ WORKER = Path(__file__).parent / "dcp_worker.py"
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_dcp(ranks, memory_dir, torchrun):
     code, output = torchrun(ranks, WORKER, memory_dir)

@@ -11,7 +11,8 @@ import pytest
 WORKER = Path(__file__).parent / "layout_worker.py"
 WORLDS = (1, 2, 3, 4)
 
-pytestmark = pytest.mark.slow
+# The first test pays for all saves; a loaded machine takes several times as long as a quiet one.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 
 @pytest.fixture(scope="module")

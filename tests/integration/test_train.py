@@ -14,7 +14,7 @@ from tests.conftest import torchrun as run_torchrun
 WORKER = Path(__file__).parent / "train_worker.py"
 STEPS, EVERY = 7, 2
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 
 def trace(output):
