@@ -11,8 +11,13 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).parent.parent
+
+# What an example takes says more about the machine's load than about the code.
+settings.register_profile("flashckpt", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("flashckpt")
 
 
 @pytest.fixture
