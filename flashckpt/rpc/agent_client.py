@@ -1,0 +1,208 @@
+"""The agent of this node, as a trainer or an operator calls it."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from flashckpt.errors import AgentError, ConfigError
+from flashckpt.rpc import channels, convert
+from flashckpt.rpc.errors import from_call
+from flashckpt.rpc.settings import AGENT_SERVICE, TICKET_KEY, Keepalive, client_options, unix_target
+from flashckpt.v1 import agent_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from flashckpt.credentials import Bundle
+    from flashckpt.rpc.api import Lease, Progress
+    from flashckpt.store.owner import Owner
+    from flashckpt.types import Fence, Generation, Session, ShardId
+
+# The status of a large job is long, and it comes from our own agent.
+_MAX_RECEIVE_BYTES = 64 << 20
+# What an answer may take beyond the time that the agent was given for the work itself.
+_GRACE = 5.0
+
+
+class AgentClient:
+    """The same calls as AgentApi, over the socket. Connects when first used, and again by itself.
+
+    Every call has a deadline and raises AgentError when the agent can't be reached or does not answer in time;
+    errors of the agent itself come back as what they are. May be used by several threads.
+    """
+
+    def __init__(self, socket_path: str, *, timeout: float = 10.0, keepalive: Keepalive | None = None) -> None:
+        self.socket_path = socket_path
+        self._timeout = timeout
+        self._channel = grpc.insecure_channel(
+            unix_target(socket_path),
+            # The default name is made of the path, which may have characters that no host name has.
+            options=[
+                *client_options(keepalive or Keepalive(), _MAX_RECEIVE_BYTES),
+                ("grpc.default_authority", "agent"),
+            ],
+            compression=grpc.Compression.NoCompression,
+        )
+
+    def wait_ready(self, timeout: float) -> None:
+        """Until there is a connection. It may be one to an agent that is just dying: the call after it then raises
+        AgentError, and the next one connects to its successor."""
+        ready = grpc.channel_ready_future(self._channel)
+        try:
+            ready.result(timeout)
+        except grpc.FutureTimeoutError as error:
+            raise AgentError(
+                f"agent at {self.socket_path}: expected it to accept connections, waited {timeout:g} s in vain",
+                socket_path=self.socket_path,
+                waited=timeout,
+            ) from error
+        finally:
+            ready.cancel()
+
+    def hello(self, owner: Owner, rank: int, version: int, job: str) -> Lease:
+        data = self._call(
+            "Hello",
+            b"",
+            lambda: agent_pb2.AgentHelloRequest(owner=convert.to_owner(owner), rank=rank, version=version, job=job),
+        )
+        return convert.from_lease(convert.parse(agent_pb2.AgentHelloResponse, data, "Hello's answer"))
+
+    def listen(self, ticket: bytes, credentials: Bundle, advertise: str | None, port: int) -> str:
+        data = self._call(
+            "Listen",
+            ticket,
+            lambda: agent_pb2.ListenRequest(credentials=convert.to_bundle(credentials), advertise=advertise, port=port),
+        )
+        return convert.name(convert.parse(agent_pb2.ListenResponse, data, "Listen's answer").address, "address")
+
+    def begin(self, ticket: bytes, session: Session, credentials: Bundle | None) -> None:
+        self._call(
+            "Begin",
+            ticket,
+            lambda: agent_pb2.BeginRequest(
+                session=convert.to_session(session), credentials=convert.maybe(credentials, convert.to_bundle)
+            ),
+        )
+
+    def put_fence(self, ticket: bytes, fence: Fence, base: Generation | None) -> Fence:
+        data = self._call(
+            "PutFence",
+            ticket,
+            lambda: agent_pb2.PutFenceRequest(
+                fence=convert.to_fence(fence), base=convert.maybe(base, convert.to_generation)
+            ),
+        )
+        response = convert.parse(agent_pb2.PutFenceResponse, data, "PutFence's answer")
+        return convert.needed(response, "fence", convert.from_fence)
+
+    def acquire(self, ticket: bytes, shard: ShardId, size_bytes: int, on_busy: str, timeout: float) -> int:
+        """Waits for the agent `timeout` and a little more: the agent knows better what was missing."""
+        data = self._call(
+            "Acquire",
+            ticket,
+            lambda: agent_pb2.AcquireRequest(
+                shard=convert.to_shard(shard),
+                size_bytes=size_bytes,
+                on_busy=convert.to_on_busy(on_busy),
+                timeout=timeout,
+            ),
+            timeout + _GRACE,
+        )
+        return convert.parse(agent_pb2.AcquireResponse, data, "Acquire's answer").slot_id
+
+    def prepare(self, ticket: bytes, size_bytes: int, count: int, timeout: float) -> None:
+        self._call(
+            "Prepare",
+            ticket,
+            lambda: agent_pb2.PrepareRequest(size_bytes=size_bytes, count=count, timeout=timeout),
+            timeout + _GRACE,
+        )
+
+    def sealed(self, ticket: bytes, shard: ShardId, tag: int, slot_id: int) -> None:
+        self._call(
+            "Sealed",
+            ticket,
+            lambda: agent_pb2.SealedRequest(shard=convert.to_shard(shard), tag=tag, slot_id=slot_id),
+        )
+
+    def void(self, ticket: bytes, generation: Generation) -> None:
+        self._call("Void", ticket, lambda: agent_pb2.VoidRequest(generation=convert.to_generation(generation)))
+
+    def watch(self, ticket: bytes) -> Iterator[Progress]:
+        """Without a deadline of its own: ends when the agent drains, raises AgentError when it is gone or hung
+        (keepalive finds that out), and when another thread closes the client."""
+        started = time.monotonic()
+        request = agent_pb2.WatchRequest().SerializeToString()
+        try:
+            call = channels.call_for_stream(self._channel, f"/{AGENT_SERVICE}/Watch", request, ((TICKET_KEY, ticket),))
+        except ValueError as error:  # what gRPC raises for a channel that was closed
+            raise AgentError(f"agent at {self.socket_path}: Watch after close()") from error
+        try:
+            for data in call:
+                yield convert.from_progress(convert.parse(agent_pb2.WatchResponse, data, "Watch's answer"))
+        except grpc.RpcError as error:
+            raise self._translated(error, "Watch", started) from error
+        finally:
+            call.cancel()
+
+    def bye(self, ticket: bytes) -> None:
+        self._call("Bye", ticket, agent_pb2.ByeRequest)
+
+    def status(self) -> dict[str, Any]:
+        data = self._call("Status", b"", agent_pb2.StatusRequest)
+        text = convert.parse(agent_pb2.StatusResponse, data, "Status's answer").status_json
+        try:
+            status = json.loads(text)
+        except ValueError as error:
+            raise AgentError(f"agent at {self.socket_path}: expected its status as JSON, found {error}") from error
+        if not isinstance(status, dict):
+            raise AgentError(f"agent at {self.socket_path}: expected a JSON object, found {type(status).__name__}")
+        return status
+
+    def stop(self, drain_timeout: float) -> None:
+        self._call(
+            "Stop", b"", lambda: agent_pb2.StopRequest(drain_timeout=drain_timeout), drain_timeout + self._timeout
+        )
+
+    def close(self) -> None:
+        """Ends running calls, watches included. May be called twice."""
+        self._channel.close()
+
+    def __enter__(self) -> AgentClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _call(self, method: str, ticket: bytes, make: Callable[[], Any], timeout: float | None = None) -> bytes:
+        started = time.monotonic()
+        try:
+            request: bytes = make().SerializeToString()
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"{method}: expected values that fit the protocol, found {error}") from error
+        try:
+            return channels.call(
+                self._channel,
+                f"/{AGENT_SERVICE}/{method}",
+                request,
+                self._timeout if timeout is None else timeout,
+                ((TICKET_KEY, ticket),) if ticket else (),
+            )
+        except grpc.RpcError as error:
+            raise self._translated(error, method, started) from error
+        except ValueError as error:  # what gRPC raises for a channel that was closed
+            raise AgentError(f"agent at {self.socket_path}: {method} after close()") from error
+
+    def _translated(self, error: grpc.RpcError, method: str, started: float) -> Exception:
+        waited = time.monotonic() - started
+        return from_call(
+            error,
+            where=f"{method} of the agent at {self.socket_path} (waited {waited:.1f} s)",
+            unreachable=AgentError,
+            socket_path=self.socket_path,
+            waited_seconds=waited,
+        )

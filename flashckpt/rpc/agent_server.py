@@ -1,0 +1,214 @@
+"""The agent's service on its Unix socket."""
+
+from __future__ import annotations
+
+import errno
+import hmac
+import json
+import os
+import stat
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from flashckpt.errors import AgentError, DeniedError, IncompatibleError
+from flashckpt.rpc import convert
+from flashckpt.rpc.guard import Call, Caller, Guard
+from flashckpt.rpc.roles import Role
+from flashckpt.rpc.settings import AGENT_SERVICE, TICKET_KEY, Keepalive, server_options, unix_target
+from flashckpt.v1 import agent_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from flashckpt.rpc.api import AgentApi
+
+# A rank has a watch open and one call at a time beside it; each call has a thread, so that none waits for another.
+_CALLS = 256
+_STRAGGLERS_SECONDS = 10.0  # what close() gives to methods that gRPC can't cancel
+_PATH_BYTES = 107  # of an address of a Unix socket, without its closing zero
+
+
+class AgentServer:
+    """Serves `api` on `path` from the moment it is made. The caller holds the lock that makes it the only one there."""
+
+    def __init__(self, api: AgentApi, path: str, *, keepalive: Keepalive | None = None) -> None:
+        self.path = path
+        self._api = api
+        self._pool = ThreadPoolExecutor(_CALLS, thread_name_prefix="flashckpt-agent")
+        self._server = grpc.server(
+            self._pool,
+            interceptors=[Guard(self._authenticate)],
+            options=server_options(keepalive or Keepalive()),
+            maximum_concurrent_rpcs=_CALLS,
+            compression=grpc.Compression.NoCompression,
+        )
+        unary = {
+            "Hello": self._hello,
+            "Listen": self._listen,
+            "Begin": self._begin,
+            "PutFence": self._put_fence,
+            "Acquire": self._acquire,
+            "Prepare": self._prepare,
+            "Sealed": self._sealed,
+            "Void": self._void,
+            "Bye": self._bye,
+            "Status": self._status,
+            "Stop": self._stop,
+        }
+        handlers: dict[str, Any] = {name: grpc.unary_unary_rpc_method_handler(run) for name, run in unary.items()}
+        handlers["Watch"] = grpc.unary_stream_rpc_method_handler(self._watch)
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(AGENT_SERVICE, handlers),))
+        try:
+            self._bind()
+        except BaseException:
+            self._pool.shutdown(wait=False)
+            raise
+        self._server.start()
+
+    def close(self, grace: float = 0.0) -> None:
+        """Takes no new calls; running ones, watches included, have `grace` seconds. May be called twice."""
+        self._server.stop(grace).wait(grace + _STRAGGLERS_SECONDS)
+        self._pool.shutdown(wait=False)
+
+    def __enter__(self) -> AgentServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _bind(self) -> None:
+        if len(os.fsencode(self.path)) > _PATH_BYTES:
+            raise AgentError(
+                f"agent socket {self.path}: expected a path of at most {_PATH_BYTES} bytes",
+                hint="name it through a descriptor of its directory: /proc/self/fd/N/agent.sock",
+            )
+        # SAFETY: a chmod after the bind would leave a moment in which others can connect. The umask is the
+        # process's: other threads must not create files now, which is why this happens at the start.
+        before = os.umask(0o177)
+        try:
+            bound = self._server.add_insecure_port(unix_target(self.path))
+        except RuntimeError as error:
+            raise self._not_bound(str(error)) from error
+        finally:
+            os.umask(before)
+        if not bound:
+            raise self._not_bound("no reason given")
+        mode = os.lstat(self.path).st_mode
+        if not stat.S_ISSOCK(mode) or stat.S_IMODE(mode) != 0o600:
+            raise AgentError(f"agent socket {self.path}: expected a socket of mode 0600, found mode {mode:o}")
+
+    def _not_bound(self, reason: str) -> AgentError:
+        try:
+            mode = os.lstat(self.path).st_mode
+            reason = "something is there already" if not stat.S_ISSOCK(mode) else reason
+        except OSError as error:
+            if error.errno != errno.ENOENT:
+                reason = str(error)
+        return AgentError(f"agent socket {self.path}: expected to bind it, found: {reason}")
+
+    def _authenticate(self, context: grpc.ServicerContext) -> Caller:
+        ticket = next((value for key, value in context.invocation_metadata() if key == TICKET_KEY), None)
+        if ticket is None:
+            return Caller(Role.OPERATOR)
+        ticket = ticket if isinstance(ticket, bytes) else ticket.encode()
+        lease = self._api.lease_of(ticket)
+        if lease is None or not hmac.compare_digest(lease.ticket, ticket):
+            raise DeniedError(
+                "expected the ticket of a live lease, found one that this agent does not know",
+                hint="the agent was restarted, or the lease has ended: say hello again",
+                lease="unknown",
+            )
+        return Caller(Role.TRAINER, ticket=ticket)
+
+    # Methods, in the order of the service. Each decodes, calls, encodes.
+
+    def _hello(self, data: bytes, _call: Call) -> bytes:
+        request = convert.parse(agent_pb2.AgentHelloRequest, data, "Hello")
+        owner = convert.needed(request, "owner", convert.from_owner)
+        lease = self._api.hello(owner, request.rank, request.version, convert.name(request.job, "job"))
+        return convert.to_lease(lease).SerializeToString()
+
+    def _listen(self, data: bytes, _call: Call) -> bytes:
+        request = convert.parse(agent_pb2.ListenRequest, data, "Listen")
+        credentials = convert.needed(request, "credentials", convert.from_bundle)
+        advertise = request.advertise if request.HasField("advertise") else None
+        if request.port > 65535:
+            raise IncompatibleError(f"expected a port, found {request.port}")
+        address = self._api.listen(credentials, advertise, request.port)
+        return agent_pb2.ListenResponse(address=address).SerializeToString()
+
+    def _begin(self, data: bytes, call: Call) -> bytes:
+        request = convert.parse(agent_pb2.BeginRequest, data, "Begin")
+        session = convert.needed(request, "session", convert.from_session)
+        credentials = convert.optional(request, "credentials", convert.from_bundle)
+        self._api.begin(call.caller.ticket, session, credentials)
+        return agent_pb2.BeginResponse().SerializeToString()
+
+    def _put_fence(self, data: bytes, call: Call) -> bytes:
+        request = convert.parse(agent_pb2.PutFenceRequest, data, "PutFence")
+        fence = convert.needed(request, "fence", convert.from_fence)
+        base = convert.optional(request, "base", convert.from_generation)
+        in_force = self._api.put_fence(call.caller.ticket, fence, base)
+        return agent_pb2.PutFenceResponse(fence=convert.to_fence(in_force)).SerializeToString()
+
+    def _acquire(self, data: bytes, call: Call) -> bytes:
+        request = convert.parse(agent_pb2.AcquireRequest, data, "Acquire")
+        slot_id = self._api.acquire(
+            call.caller.ticket,
+            convert.needed(request, "shard", convert.from_shard),
+            convert.positive(request.size_bytes, "size_bytes"),
+            convert.from_on_busy(request.on_busy),
+            convert.seconds(request.timeout, "timeout"),
+        )
+        return agent_pb2.AcquireResponse(slot_id=slot_id).SerializeToString()
+
+    def _prepare(self, data: bytes, call: Call) -> bytes:
+        request = convert.parse(agent_pb2.PrepareRequest, data, "Prepare")
+        size_bytes = convert.positive(request.size_bytes, "size_bytes")
+        self._api.prepare(call.caller.ticket, size_bytes, request.count, convert.seconds(request.timeout, "timeout"))
+        return agent_pb2.PrepareResponse().SerializeToString()
+
+    def _sealed(self, data: bytes, call: Call) -> bytes:
+        request = convert.parse(agent_pb2.SealedRequest, data, "Sealed")
+        shard = convert.needed(request, "shard", convert.from_shard)
+        self._api.sealed(call.caller.ticket, shard, request.tag, request.slot_id)
+        return agent_pb2.SealedResponse().SerializeToString()
+
+    def _void(self, data: bytes, call: Call) -> bytes:
+        request = convert.parse(agent_pb2.VoidRequest, data, "Void")
+        self._api.void(call.caller.ticket, convert.needed(request, "generation", convert.from_generation))
+        return agent_pb2.VoidResponse().SerializeToString()
+
+    def _watch(self, data: bytes, call: Call) -> Iterator[bytes]:
+        convert.parse(agent_pb2.WatchRequest, data, "Watch")
+        left = threading.Event()
+        if not call.context.add_callback(left.set):
+            return
+        news = self._api.watch(call.caller.ticket)
+        try:
+            for progress in news:
+                if left.is_set():
+                    return
+                if progress is not None:
+                    yield convert.to_progress(progress).SerializeToString()
+        finally:
+            close = getattr(news, "close", None)  # a generator's own clean-up, now and not when it is collected
+            if close is not None:
+                close()
+
+    def _bye(self, data: bytes, call: Call) -> bytes:
+        convert.parse(agent_pb2.ByeRequest, data, "Bye")
+        self._api.bye(call.caller.ticket)
+        return agent_pb2.ByeResponse().SerializeToString()
+
+    def _status(self, data: bytes, _call: Call) -> bytes:
+        convert.parse(agent_pb2.StatusRequest, data, "Status")
+        return agent_pb2.StatusResponse(status_json=json.dumps(self._api.status())).SerializeToString()
+
+    def _stop(self, data: bytes, _call: Call) -> bytes:
+        request = convert.parse(agent_pb2.StopRequest, data, "Stop")
+        self._api.stop(convert.seconds(request.drain_timeout, "drain_timeout"))
+        return agent_pb2.StopResponse().SerializeToString()

@@ -1,0 +1,186 @@
+"""What the servers call and the clients offer: plain Python, so that neither side sees gRPC or protobuf."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from flashckpt.rpc.settings import VERSION
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from flashckpt.credentials import Bundle
+    from flashckpt.store.owner import Owner
+    from flashckpt.types import Fence, Generation, Launch, Level, Session, ShardId
+    from flashckpt.wire import Answer, Envelope, PutHave, PutOpen, PutReady, PutRefused
+
+
+__all__ = [
+    "VERSION",
+    "AgentApi",
+    "Brake",
+    "Hello",
+    "Lease",
+    "PeerApi",
+    "Progress",
+    "PutEnd",
+    "PutResult",
+    "Receiver",
+    "Source",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """What a trainer gets for its hello."""
+
+    ticket: bytes
+    agent_pid: int
+    node_id: str
+    granule_bytes: int  # sizes of slots are multiples of it
+
+    def __repr__(self) -> str:
+        return f"Lease(agent_pid={self.agent_pid}, node_id={self.node_id!r}, ticket=***)"
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A generation got somewhere, or never will (level NONE, with the reason)."""
+
+    generation: Generation
+    level: Level
+    reason: str = ""
+
+
+class AgentApi(Protocol):
+    """A node's agent as its trainers and its operator see it. Every call comes from a thread of its own.
+
+    A ticket has been checked before the call that carries it; what was checked may have ended meanwhile.
+    """
+
+    def lease_of(self, ticket: bytes) -> Lease | None:
+        """The live lease with this ticket. None: there is none, or it has ended."""
+
+    def hello(self, owner: Owner, rank: int, version: int, job: str) -> Lease: ...
+
+    def listen(self, credentials: Bundle, advertise: str | None, port: int) -> str:
+        """host:port for other nodes; starts the server for them if it does not run yet."""
+
+    def begin(self, ticket: bytes, session: Session, credentials: Bundle | None) -> None: ...
+
+    def put_fence(self, ticket: bytes, fence: Fence, base: Generation | None) -> Fence:
+        """The fence in force."""
+
+    def acquire(self, ticket: bytes, shard: ShardId, size_bytes: int, on_busy: str, timeout: float) -> int:
+        """The id of a slot that now belongs to the lease's process."""
+
+    def prepare(self, ticket: bytes, size_bytes: int, count: int, timeout: float) -> None: ...
+
+    def sealed(self, ticket: bytes, shard: ShardId, tag: int, slot_id: int) -> None: ...
+
+    def void(self, ticket: bytes, generation: Generation) -> None: ...
+
+    def watch(self, ticket: bytes) -> Iterator[Progress | None]:
+        """Ends when the agent drains or the lease does.
+
+        None says that nothing is new: yielded about once a second, so that a caller who left is noticed.
+        """
+
+    def bye(self, ticket: bytes) -> None: ...
+
+    def status(self) -> dict[str, Any]:
+        """Only what JSON can hold."""
+
+    def stop(self, drain_timeout: float) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """How two agents make sure that they belong together."""
+
+    version: int
+    job: str
+    node_id: str
+    address: str  # "" where the speaker can't be reached
+    launch: Launch | None  # the newest one the speaker has seen
+    fence: Fence | None
+
+
+class Receiver(Protocol):
+    """Takes one replica. Exactly one of finish, suspend and fail ends it; nothing is called after that.
+
+    Data is a view of a message: it must not be kept beyond the call.
+    """
+
+    @property
+    def ready(self) -> PutReady:
+        """Where to go on from; earlier bytes are here already."""
+
+    def put_head(self, offset: int, data: bytes | memoryview) -> None: ...
+
+    def put_chunk(self, index: int, data: bytes | memoryview) -> None: ...
+
+    def finish(self) -> bytes:
+        """Seals; the digest that the sender may count on. If it raises, `fail` follows."""
+
+    def suspend(self) -> None:
+        """The connection broke: keep what was verified for the next attempt."""
+
+    def fail(self, error: Exception) -> None:
+        """What was sent is wrong or can't be kept: give it up."""
+
+
+class PeerApi(Protocol):
+    """A node's agent as the agents of other nodes see it. `peer` is the node id in the caller's certificate;
+    the sender that a message names has been compared with it, and its receiver with this node."""
+
+    def hello(self, peer: str, hello: Hello) -> Hello: ...
+
+    def tell(self, peer: str, envelope: Envelope) -> Answer: ...
+
+    def put_open(self, peer: str, opening: PutOpen) -> Receiver | PutHave | PutRefused: ...
+
+
+class Source(Protocol):
+    """A sealed shard that is read to be pushed; reading verifies, so that no rot is sent."""
+
+    @property
+    def head_bytes(self) -> int: ...
+
+    @property
+    def chunk_bytes(self) -> int: ...
+
+    @property
+    def chunks(self) -> int: ...
+
+    def read_head(self, offset: int, limit: int) -> bytes: ...
+
+    def read_chunk(self, index: int) -> bytes: ...
+
+
+class Brake(Protocol):
+    """Limits the bandwidth of pushes."""
+
+    def take(self, size_bytes: int, /) -> object:
+        """Returns once that many bytes may be sent."""
+
+
+class PutEnd(enum.Enum):
+    SEALED = enum.auto()  # the receiver wrote, verified and sealed it
+    HAVE = enum.auto()  # the receiver had it
+    REFUSED = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class PutResult:
+    """How a push ended that did not break."""
+
+    end: PutEnd
+    digest: bytes = b""  # what the receiver holds; b"" where it refused
+    sent_bytes: int = 0  # fewer than the shard has where a push was resumed
+    reason: str = ""  # of a refusal
+    retry: bool = False  # whether asking again later may help
+    launch: Launch | None = None  # the newest one that a refusing receiver has seen
+    fence: Fence | None = None

@@ -1,0 +1,36 @@
+"""Calls of raw bytes: what they mean is decided in convert.py, not by gRPC's deserializers, whose errors it logs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import grpc
+
+
+class Stream(Protocol):
+    """The answers of a call that has several."""
+
+    def __iter__(self) -> Iterator[bytes]: ...
+
+    def cancel(self) -> bool: ...
+
+
+def call(channel: grpc.Channel, method: str, request: bytes, timeout: float, metadata: Metadata = ()) -> bytes:
+    make: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(method)
+    return make(request, timeout=timeout, metadata=metadata)
+
+
+def call_for_stream(channel: grpc.Channel, method: str, request: bytes, metadata: Metadata = ()) -> Stream:
+    make: grpc.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(method)
+    return make(request, metadata=metadata)
+
+
+def stream(channel: grpc.Channel, method: str, requests: Iterator[bytes], timeout: float | None) -> Stream:
+    make: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(method)
+    return make(requests, timeout=timeout)
+
+
+Metadata = tuple[tuple[str, str | bytes], ...]

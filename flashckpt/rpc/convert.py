@@ -1,0 +1,517 @@
+"""Protobuf messages ↔ the project's types. What arrives is checked here; protobuf types go no further.
+
+Encoding takes values of our own. Decoding takes anybody's: every length, range and presence that the protos speak
+of is checked, and what does not fit is an IncompatibleError that names the field.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import itertools
+import math
+import time
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from google.protobuf.message import DecodeError
+
+from flashckpt import wire
+from flashckpt.address import parse_address
+from flashckpt.credentials import Bundle
+from flashckpt.errors import ConfigError, IncompatibleError
+from flashckpt.rpc.api import Hello, Lease, Progress
+from flashckpt.rpc.errors import printable, shorten
+from flashckpt.store.owner import Owner
+from flashckpt.types import Fence, Generation, Launch, Level, Member, Record, Session, ShardId
+from flashckpt.v1 import agent_pb2, common_pb2, peer_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sized
+
+_MAX_INTEGER = (1 << 63) - 1
+_MAX_WORLD = 1 << 24
+_MAX_NAME_BYTES = 256
+_MAX_TEXT_BYTES = 4096
+_MAX_PEM_BYTES = 64 << 10
+_MAX_MEMBERS = 1 << 16
+# What a list of a message is looked through for is done under the agent's lock: no longer than an honest one.
+_MAX_HOLDERS = 1 << 10
+_MAX_VOIDS = 1 << 10
+# Epochs are milliseconds since 1970, or a little more than those of a clock that was ahead once.
+_MAX_AHEAD_MS = 100 * 366 * 86400 * 1000
+_MAX_SECONDS = 7 * 86400.0
+DIGEST_BYTES = 16
+_MAX_TICKET_BYTES = 64
+
+
+class _Message(Protocol):
+    def HasField(self, field_name: str) -> bool: ...  # noqa: N802 - protobuf's name
+
+
+_M = TypeVar("_M", covariant=True)
+_T = TypeVar("_T")
+_P = TypeVar("_P")
+_S = TypeVar("_S", bound="Sized")
+
+
+class _Parser(Protocol[_M]):
+    def FromString(self, data: bytes, /) -> _M: ...  # noqa: N802 - protobuf's name
+
+
+def parse(cls: _Parser[_M], data: bytes, what: str) -> _M:
+    try:
+        return cls.FromString(data)
+    except DecodeError as error:
+        raise IncompatibleError(
+            f"{what}: expected a message of protocol version 1, found {len(data)} bytes that are none",
+            hint="run the same version of flashckpt on all nodes",
+        ) from error
+
+
+# --- ids
+
+
+def to_launch(launch: Launch) -> common_pb2.Launch:
+    return common_pb2.Launch(epoch=launch.epoch, nonce=launch.nonce)
+
+
+def from_launch(message: common_pb2.Launch) -> Launch:
+    return Launch(_epoch(message.epoch, "epoch"), message.nonce)
+
+
+def to_fence(fence: Fence) -> common_pb2.Fence:
+    return common_pb2.Fence(step=fence.step, epoch=fence.epoch, nonce=fence.nonce)
+
+
+def from_fence(message: common_pb2.Fence) -> Fence:
+    return Fence(message.step, _epoch(message.epoch, "epoch of a fence"), message.nonce)
+
+
+def to_generation(generation: Generation) -> common_pb2.Generation:
+    return common_pb2.Generation(
+        epoch=generation.epoch, nonce=generation.nonce, step=generation.step, seq=generation.seq
+    )
+
+
+def from_generation(message: common_pb2.Generation) -> Generation:
+    return Generation(
+        _integer(message.epoch, "epoch"), message.nonce, _integer(message.step, "step"), _integer(message.seq, "seq")
+    )
+
+
+def to_shard(shard: ShardId) -> common_pb2.ShardId:
+    return common_pb2.ShardId(generation=to_generation(shard.generation), rank=shard.rank, world=shard.world)
+
+
+def from_shard(message: common_pb2.ShardId) -> ShardId:
+    generation = needed(message, "generation", from_generation)
+    world = _world(message.world)
+    if message.rank >= world:
+        raise _refused("rank", f"less than world {world}", message.rank)
+    return ShardId(generation, message.rank, world)
+
+
+def to_record(record: Record) -> common_pb2.Record:
+    return common_pb2.Record(
+        generation=to_generation(record.generation),
+        world=record.world,
+        replicas=record.replicas,
+        committed_at=record.committed_at,
+    )
+
+
+def from_record(message: common_pb2.Record) -> Record:
+    generation = needed(message, "generation", from_generation)
+    if not math.isfinite(message.committed_at):
+        raise _refused("committed_at", "seconds since 1970", message.committed_at)
+    return Record(generation, _world(message.world), message.replicas, message.committed_at)
+
+
+# --- the agent's own service
+
+
+def to_owner(owner: Owner) -> agent_pb2.Owner:
+    return agent_pb2.Owner(
+        pid=owner.pid, start_ticks=owner.start_ticks, boot_id8=owner.boot_id8, pid_namespace=owner.pid_namespace
+    )
+
+
+def from_owner(message: agent_pb2.Owner) -> Owner:
+    if not 0 < message.pid < 1 << 31:
+        raise _refused("pid", "a process id", message.pid)
+    boot = message.boot_id8
+    if len(boot) != 8 or not set(boot) <= set("0123456789abcdef"):
+        raise _refused("boot_id8", "8 hexadecimal digits", boot)
+    return Owner(message.pid, message.start_ticks, boot, message.pid_namespace)
+
+
+def to_bundle(bundle: Bundle) -> agent_pb2.Bundle:
+    return agent_pb2.Bundle(certificate_pem=bundle.certificate_pem, key_pem=bundle.key_pem, ca_pem=bundle.ca_pem)
+
+
+def from_bundle(message: agent_pb2.Bundle) -> Bundle:
+    for field in ("certificate_pem", "key_pem", "ca_pem"):
+        size = len(getattr(message, field))
+        if not 0 < size <= _MAX_PEM_BYTES:
+            raise _refused(field, f"1 to {_MAX_PEM_BYTES} bytes", f"{size} bytes")
+    return Bundle(message.certificate_pem, message.key_pem, message.ca_pem)
+
+
+def to_session(session: Session) -> agent_pb2.Session:
+    return agent_pb2.Session(
+        launch=to_launch(session.launch),
+        world=session.world,
+        members=[
+            agent_pb2.Member(node_id=m.node_id, address=m.address, domain=m.domain, ranks=m.ranks)
+            for m in session.members
+        ],
+        replicas=session.replicas,
+        strategy=session.strategy,
+        slots_per_rank=session.slots_per_rank,
+    )
+
+
+def from_session(message: agent_pb2.Session) -> Session:
+    launch = needed(message, "launch", from_launch)
+    world = _world(message.world)
+    members = tuple(map(_from_member, _bounded(message.members, "members", _MAX_MEMBERS)))
+    names = [member.node_id for member in members]
+    if len(set(names)) != len(names) or not names:
+        raise _refused("members", "nodes with a name each", f"{len(names)} with {len(set(names))} names")
+    # IMPORTANT: who reports for which rank, and when all have, follows from this; no gap, no rank twice.
+    ranks = sorted(rank for member in members for rank in member.ranks)
+    if len(ranks) != world or ranks != list(range(world)):
+        raise _refused("ranks of the members", f"each of 0 to {world - 1} once", shorten(str(ranks), 100))
+    if [m.ranks[0] for m in members] != sorted(m.ranks[0] for m in members):
+        raise _refused("members", "the order of their lowest rank", [m.ranks[0] for m in members][:16])
+    strategy = name(message.strategy, "strategy")
+    return Session(launch, world, members, message.replicas, strategy, message.slots_per_rank)
+
+
+def _from_member(message: agent_pb2.Member) -> Member:
+    ranks = tuple(message.ranks)
+    if not ranks or any(a >= b for a, b in itertools.pairwise(ranks)):
+        raise _refused("ranks of a member", "at least one, ascending", shorten(str(ranks), 100))
+    return Member(
+        name(message.node_id, "node_id"),
+        _text(message.address, "address", _MAX_NAME_BYTES),
+        _text(message.domain, "domain", _MAX_NAME_BYTES),
+        ranks,
+    )
+
+
+def to_lease(lease: Lease) -> agent_pb2.AgentHelloResponse:
+    return agent_pb2.AgentHelloResponse(
+        ticket=lease.ticket, agent_pid=lease.agent_pid, node_id=lease.node_id, granule_bytes=lease.granule_bytes
+    )
+
+
+def from_lease(message: agent_pb2.AgentHelloResponse) -> Lease:
+    if not 0 < len(message.ticket) <= _MAX_TICKET_BYTES:
+        raise _refused("ticket", f"1 to {_MAX_TICKET_BYTES} bytes", f"{len(message.ticket)} bytes")
+    if not 0 < message.agent_pid < 1 << 31:
+        raise _refused("agent_pid", "a process id", message.agent_pid)
+    granule_bytes = positive(message.granule_bytes, "granule_bytes")
+    return Lease(message.ticket, message.agent_pid, name(message.node_id, "node_id"), granule_bytes)
+
+
+_ON_BUSY = {"wait": agent_pb2.ON_BUSY_WAIT, "skip": agent_pb2.ON_BUSY_SKIP}
+
+
+def to_on_busy(on_busy: str) -> agent_pb2.OnBusy:
+    if on_busy not in _ON_BUSY:
+        raise _refused("on_busy", " or ".join(_ON_BUSY), on_busy)
+    return _ON_BUSY[on_busy]
+
+
+def from_on_busy(value: int) -> str:
+    for text, number in _ON_BUSY.items():
+        if number == value:
+            return text
+    raise _refused("on_busy", "a known value", value)
+
+
+def to_progress(progress: Progress) -> agent_pb2.WatchResponse:
+    return agent_pb2.WatchResponse(
+        generation=to_generation(progress.generation),
+        level=agent_pb2.Level.Name(progress.level),
+        reason=shorten(progress.reason, _MAX_TEXT_BYTES),
+    )
+
+
+def from_progress(message: agent_pb2.WatchResponse) -> Progress:
+    generation = needed(message, "generation", from_generation)
+    try:
+        level = Level(message.level)
+    except ValueError as error:
+        raise _refused("level", "a known value", message.level) from error
+    return Progress(generation, level, printable(message.reason))
+
+
+# --- between agents
+
+
+def to_hello(hello: Hello, receiver: str) -> peer_pb2.PeerHello:
+    return peer_pb2.PeerHello(
+        version=hello.version,
+        job=hello.job,
+        node_id=hello.node_id,
+        address=hello.address,
+        launch=maybe(hello.launch, to_launch),
+        fence=maybe(hello.fence, to_fence),
+        receiver=receiver,
+    )
+
+
+def from_hello(message: peer_pb2.PeerHello) -> tuple[Hello, str]:
+    """And the node that is meant."""
+    hello = Hello(
+        message.version,
+        name(message.job, "job"),
+        name(message.node_id, "node_id"),
+        _address(message.address),
+        optional(message, "launch", from_launch),
+        optional(message, "fence", from_fence),
+    )
+    return hello, name(message.receiver, "receiver")
+
+
+def to_envelope(envelope: wire.Envelope, receiver: str) -> peer_pb2.TellRequest:
+    request = peer_pb2.TellRequest(
+        sender=envelope.sender,
+        receiver=receiver,
+        launch=to_launch(envelope.launch),
+        fence=maybe(envelope.fence, to_fence),
+    )
+    match envelope.body:
+        case wire.Beat():
+            request.beat.SetInParent()
+        case wire.Report(shard, digest, holders):
+            request.report.CopyFrom(peer_pb2.Report(shard=to_shard(shard), digest=digest, holders=holders))
+        case wire.GiveUp(generation):
+            request.give_up.CopyFrom(peer_pb2.GiveUp(generation=to_generation(generation)))
+        case wire.Announce(record, voids):
+            announce = peer_pb2.Announce(record=maybe(record, to_record), voids=map(to_generation, voids))
+            request.announce.CopyFrom(announce)
+        case wire.Lost(shard):
+            request.lost.CopyFrom(peer_pb2.Lost(shard=to_shard(shard)))
+        case wire.Want(shard, digest):
+            request.want.CopyFrom(peer_pb2.Want(shard=to_shard(shard), digest=digest))
+    return request
+
+
+def from_envelope(message: peer_pb2.TellRequest) -> tuple[wire.Envelope, str]:
+    """And the node that is meant."""
+    envelope = wire.Envelope(
+        name(message.sender, "sender"),
+        needed(message, "launch", from_launch),
+        optional(message, "fence", from_fence),
+        _body(message),
+    )
+    return envelope, name(message.receiver, "receiver")
+
+
+def _body(message: peer_pb2.TellRequest) -> wire.Body:
+    match message.WhichOneof("body"):
+        case "beat":
+            return wire.Beat()
+        case "report":
+            report = message.report
+            holders = tuple(name(one, "holders") for one in _bounded(report.holders, "holders", _MAX_HOLDERS))
+            return wire.Report(needed(report, "shard", from_shard), digest16(report.digest), holders)
+        case "give_up":
+            return wire.GiveUp(needed(message.give_up, "generation", from_generation))
+        case "announce":
+            record = optional(message.announce, "record", from_record)
+            return wire.Announce(record, _generations(message.announce.voids))
+        case "lost":
+            return wire.Lost(needed(message.lost, "shard", from_shard))
+        case "want":
+            return wire.Want(needed(message.want, "shard", from_shard), digest16(message.want.digest))
+        case _:
+            raise _refused("body", "one that this version knows", "none")
+
+
+def to_answer(answer: wire.Answer) -> peer_pb2.TellResponse:
+    return peer_pb2.TellResponse(
+        launch=maybe(answer.launch, to_launch),
+        fence=maybe(answer.fence, to_fence),
+        record=maybe(answer.record, to_record),
+        voids=map(to_generation, answer.voids),
+        refused=shorten(answer.refused, _MAX_TEXT_BYTES),
+    )
+
+
+def from_answer(message: peer_pb2.TellResponse) -> wire.Answer:
+    return wire.Answer(
+        optional(message, "launch", from_launch),
+        optional(message, "fence", from_fence),
+        optional(message, "record", from_record),
+        _generations(message.voids),
+        _line(message.refused, "refused"),
+    )
+
+
+def to_opening(opening: wire.PutOpen, receiver: str) -> peer_pb2.PutOpen:
+    return peer_pb2.PutOpen(
+        sender=opening.sender,
+        receiver=receiver,
+        launch=to_launch(opening.launch),
+        fence=maybe(opening.fence, to_fence),
+        shard=to_shard(opening.shard),
+        tag=opening.tag,
+        digest=opening.digest,
+        size_bytes=opening.size_bytes,
+        head_bytes=opening.head_bytes,
+    )
+
+
+def from_opening(message: peer_pb2.PutOpen) -> tuple[wire.PutOpen, str]:
+    """And the node that is meant."""
+    size_bytes = positive(message.size_bytes, "size_bytes")
+    head_bytes = positive(message.head_bytes, "head_bytes")
+    if head_bytes > size_bytes:
+        raise _refused("head_bytes", f"at most size_bytes {size_bytes}", head_bytes)
+    opening = wire.PutOpen(
+        name(message.sender, "sender"),
+        needed(message, "launch", from_launch),
+        optional(message, "fence", from_fence),
+        needed(message, "shard", from_shard),
+        message.tag,
+        digest16(message.digest),
+        size_bytes,
+        head_bytes,
+    )
+    return opening, name(message.receiver, "receiver")
+
+
+def to_ready(ready: wire.PutReady) -> peer_pb2.PutReady:
+    return peer_pb2.PutReady(next_head_offset=ready.next_head_offset, next_chunk=ready.next_chunk)
+
+
+def from_ready(message: peer_pb2.PutReady) -> wire.PutReady:
+    return wire.PutReady(
+        _integer(message.next_head_offset, "next_head_offset"), _integer(message.next_chunk, "next_chunk")
+    )
+
+
+def to_refused(refused: wire.PutRefused) -> peer_pb2.PutRefused:
+    return peer_pb2.PutRefused(
+        reason=shorten(refused.reason, _MAX_TEXT_BYTES),
+        retry=refused.retry,
+        launch=maybe(refused.launch, to_launch),
+        fence=maybe(refused.fence, to_fence),
+    )
+
+
+def from_refused(message: peer_pb2.PutRefused) -> wire.PutRefused:
+    return wire.PutRefused(
+        _line(message.reason, "reason"),
+        message.retry,
+        optional(message, "launch", from_launch),
+        optional(message, "fence", from_fence),
+    )
+
+
+# --- parts of the above
+
+
+def maybe(value: _T | None, convert: Callable[[_T], _P]) -> _P | None:
+    return None if value is None else convert(value)
+
+
+def digest16(digest: bytes) -> bytes:
+    if len(digest) != DIGEST_BYTES:
+        raise _refused("digest", f"{DIGEST_BYTES} bytes", f"{len(digest)} bytes")
+    return digest
+
+
+def positive(value: int, what: str) -> int:
+    if value == 0:
+        raise _refused(what, "more than 0", value)
+    return _integer(value, what)
+
+
+def seconds(value: float, what: str) -> float:
+    if not 0 <= value <= _MAX_SECONDS:  # false for NaN, too
+        raise _refused(what, f"0 to {_MAX_SECONDS:g} seconds", value)
+    return value
+
+
+def needed(message: _Message, field: str, convert: Callable[[_T], _P]) -> _P:
+    """A part that must be there."""
+    if not message.HasField(field):
+        raise _refused(field, "one", "none")
+    return convert(getattr(message, field))
+
+
+def optional(message: _Message, field: str, convert: Callable[[_T], _P]) -> _P | None:
+    """A part whose absence says something."""
+    return convert(getattr(message, field)) if message.HasField(field) else None
+
+
+def _generations(messages: Iterable[common_pb2.Generation]) -> tuple[Generation, ...]:
+    return tuple(map(from_generation, _bounded(list(messages), "voids", _MAX_VOIDS)))
+
+
+def _bounded(items: _S, what: str, most: int) -> _S:
+    if len(items) > most:
+        raise _refused(what, f"at most {most}", len(items))
+    return items
+
+
+def _epoch(value: int, what: str) -> int:
+    """IMPORTANT: whoever hears of a newer launch or fence adopts it for good, and the next launch has to be above it.
+    An epoch without a bound would be the job's last one."""
+    limit = int(time.time() * 1000) + _MAX_AHEAD_MS
+    if value > limit:
+        raise _refused(what, f"at most {limit}", value)
+    return value
+
+
+def _address(value: str) -> str:
+    """Of a node, or "". IMPORTANT: it is what we connect to, and gRPC takes far more for a target: names to resolve,
+    sockets of this machine, control planes."""
+    if not value:
+        return value
+    _text(value, "address", _MAX_NAME_BYTES)
+    try:
+        ipaddress.ip_address(parse_address(value)[0])
+    except (ConfigError, ValueError) as error:
+        raise _refused("address", "host:port with a numeric host", value) from error
+    return value
+
+
+def _line(value: str, what: str) -> str:
+    """Text of another node that ends up in a log, where it must not look like two entries."""
+    return printable(_text(value, what, _MAX_TEXT_BYTES)).replace("\n", "\\n")
+
+
+def _integer(value: int, what: str) -> int:
+    if value > _MAX_INTEGER:
+        raise _refused(what, f"at most {_MAX_INTEGER}", value)
+    return value
+
+
+def _world(value: int) -> int:
+    if not 0 < value <= _MAX_WORLD:
+        raise _refused("world", f"1 to {_MAX_WORLD}", value)
+    return value
+
+
+def name(value: str, what: str) -> str:
+    if not value:
+        raise _refused(what, "a name", "none")
+    return _text(value, what, _MAX_NAME_BYTES)
+
+
+def _text(value: str, what: str, limit_bytes: int) -> str:
+    if len(value.encode()) > limit_bytes:
+        raise _refused(what, f"at most {limit_bytes} bytes", f"{len(value.encode())} bytes")
+    return value
+
+
+def _refused(what: str, expected: str, found: object) -> IncompatibleError:
+    return IncompatibleError(
+        f"{what} of a message: expected {expected}, found {printable(shorten(str(found), 200))}",
+        hint="run the same version of flashckpt on all nodes",
+    )

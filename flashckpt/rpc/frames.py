@@ -1,0 +1,73 @@
+"""Chunks of a push as bytes of a PutRequest, and back, without protobuf's two extra copies of each.
+
+What `encode_chunks` makes is what protobuf would make of the same message, and `decode_chunks` gives up (None) on
+anything that is not laid out just so: protobuf decides then. Saves about a fifth of the CPU of a push with TLS.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_PART = 0x1A  # PutRequest.chunks
+_FIRST = 0x08  # PutChunks.first_index
+_DATA = 0x12  # PutChunks.data
+_MAX_VARINT_BYTES = 10
+
+
+def encode_chunks(first_index: int, chunks: Sequence[bytes]) -> bytes:
+    parts = [bytes((_FIRST,)) + _varint(first_index)] if first_index else []  # proto3 leaves zeros out
+    for chunk in chunks:
+        parts.append(bytes((_DATA,)) + _varint(len(chunk)))
+        parts.append(chunk)
+    size = sum(map(len, parts))
+    return b"".join([bytes((_PART,)), _varint(size), *parts])
+
+
+def decode_chunks(data: bytes) -> tuple[int, list[memoryview]] | None:
+    """The first index and a view of each chunk; the views keep `data` alive."""
+    end = len(data)
+    if end < 2 or data[0] != _PART:
+        return None
+    size, at = _read_varint(data, 1)
+    if at < 0 or at + size != end:
+        return None
+    first_index = 0
+    if at < end and data[at] == _FIRST:
+        first_index, at = _read_varint(data, at + 1)
+        if at < 0:
+            return None
+    view, chunks = memoryview(data), []
+    while at < end:
+        if data[at] != _DATA:
+            return None
+        size, at = _read_varint(data, at + 1)
+        if at < 0 or size > end - at:
+            return None
+        chunks.append(view[at : at + size])
+        at += size
+    return first_index, chunks
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def _read_varint(data: bytes, at: int) -> tuple[int, int]:
+    """The value and the position after it; position -1 where there is none that fits 64 bits."""
+    value = 0
+    for count in range(_MAX_VARINT_BYTES):
+        if at + count >= len(data):
+            return 0, -1
+        byte = data[at + count]
+        value |= (byte & 0x7F) << (7 * count)
+        if byte < 0x80:
+            return (value, at + count + 1) if value < 1 << 64 else (0, -1)
+    return 0, -1

@@ -1,0 +1,155 @@
+"""The receiver's half of a push: from the messages of one stream to the calls of one Receiver."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING
+
+import grpc
+
+from flashckpt.errors import IncompatibleError, PeerError
+from flashckpt.rpc import convert
+from flashckpt.rpc.frames import decode_chunks
+from flashckpt.rpc.settings import MAX_HEAD_PIECE_BYTES
+from flashckpt.v1 import peer_pb2
+from flashckpt.wire import PutHave, PutRefused
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterator
+
+    from flashckpt.rpc.api import PeerApi, Receiver
+    from flashckpt.rpc.watchdog import Watched
+
+# An answer for so many bytes, or seconds: often enough to keep the sender's window open and its patience fresh, too
+# seldom to cost anything.
+PROGRESS_BYTES = 4 << 20
+PROGRESS_SECONDS = 1.0
+
+
+def receive(
+    api: PeerApi,
+    peer: str,
+    requests: Iterator[bytes],
+    *,
+    check: Callable[[str, str], None],
+    watched: Watched,
+    idle_timeout: float,
+) -> Generator[bytes, None, None]:
+    """Yields the answers. `check` gets the sender and the receiver that the stream names, and raises."""
+    messages = Messages(requests, watched, idle_timeout)
+    first = messages.take()
+    if first is None:
+        return  # ended or broke before it began: there is nothing to keep
+    message = convert.parse(peer_pb2.PutRequest, first, "Put")
+    if message.WhichOneof("part") != "open":
+        raise _out_of_turn(peer, "open", message)
+    opening, meant = convert.from_opening(message.open)
+    check(opening.sender, meant)
+    answer = api.put_open(peer, opening)
+    if isinstance(answer, PutHave):
+        yield peer_pb2.PutResponse(have=peer_pb2.PutHave(digest=answer.digest)).SerializeToString()
+        return
+    if isinstance(answer, PutRefused):
+        yield peer_pb2.PutResponse(refused=convert.to_refused(answer)).SerializeToString()
+        return
+    yield from _fill(answer, peer, messages)
+
+
+def _fill(receiver: Receiver, peer: str, messages: Messages) -> Iterator[bytes]:
+    """IMPORTANT: whatever happens, exactly one of finish, suspend and fail is the receiver's last call; or finish
+    raises, and fail is."""
+    ended = False
+    try:
+        yield peer_pb2.PutResponse(ready=convert.to_ready(receiver.ready)).SerializeToString()
+        taken = told = 0
+        told_at = -math.inf  # the first one at once: a slow sender may need long for the next
+        while (data := messages.take()) is not None:
+            size = _take(receiver, peer, data)
+            if size is None:
+                digest = receiver.finish()
+                ended = True
+                sealed = peer_pb2.PutSealed(digest=digest)
+                yield peer_pb2.PutResponse(sealed=sealed).SerializeToString()
+                return
+            taken += size
+            now = time.monotonic()
+            if taken - told >= PROGRESS_BYTES or now - told_at >= PROGRESS_SECONDS:
+                told, told_at = taken, now
+                progress = peer_pb2.PutProgress(taken_bytes=taken)
+                yield peer_pb2.PutResponse(progress=progress).SerializeToString()
+        ended = True
+        receiver.suspend()
+        if messages.half_closed:
+            raise PeerError(
+                f"expected more of a push of node {peer!r} or its finish, found the end of the stream",
+                hint="what was verified is kept; the push can be resumed",
+                peer=peer,
+            )
+    except Exception as error:
+        if not ended:
+            ended = True
+            receiver.fail(error)
+        raise
+    finally:
+        if not ended:  # this generator was closed: the call ended while an answer was on its way
+            receiver.suspend()
+
+
+def _take(receiver: Receiver, peer: str, data: bytes) -> int | None:
+    """The number of bytes taken; None for the finish."""
+    chunks = decode_chunks(data)
+    if chunks is None:
+        message = convert.parse(peer_pb2.PutRequest, data, "Put")
+        match message.WhichOneof("part"):
+            case "head":
+                if len(message.head.data) > MAX_HEAD_PIECE_BYTES:
+                    raise IncompatibleError(
+                        f"expected at most {MAX_HEAD_PIECE_BYTES} bytes of head from node {peer!r}, "
+                        f"found {len(message.head.data)}"
+                    )
+                receiver.put_head(message.head.offset, message.head.data)
+                return len(message.head.data)
+            case "chunks":
+                chunks = message.chunks.first_index, [memoryview(one) for one in message.chunks.data]
+            case "finish":
+                return None
+            case _:
+                raise _out_of_turn(peer, "head, chunks or finish", message)
+    first_index, pieces = chunks
+    if not pieces:
+        raise IncompatibleError(f"expected chunks in a message of node {peer!r}, found none")
+    for index, piece in enumerate(pieces, first_index):
+        receiver.put_chunk(index, piece)
+    return sum(map(len, pieces))
+
+
+class Messages:
+    """The incoming half of the stream, with the clock running only while we wait for the other end."""
+
+    def __init__(self, requests: Iterator[bytes], watched: Watched, idle_timeout: float) -> None:
+        self._requests = requests
+        self._watched = watched
+        self._idle_timeout = idle_timeout
+        self.half_closed = False
+
+    def take(self) -> bytes | None:
+        """None: the sender ended its half, or the connection broke."""
+        self._watched.expect(self._idle_timeout)
+        try:
+            return next(self._requests)
+        except StopIteration:
+            self.half_closed = True
+            return None
+        except grpc.RpcError:
+            return None
+        finally:
+            self._watched.relax()
+
+
+def _out_of_turn(peer: str, expected: str, message: peer_pb2.PutRequest) -> IncompatibleError:
+    found = message.WhichOneof("part") or "nothing that this version knows"
+    return IncompatibleError(
+        f"push of node {peer!r}: expected {expected}, found {found}",
+        hint="run the same version of flashckpt on all nodes",
+    )

@@ -1,0 +1,1 @@
+"""How bytes move between nodes: both halves of a push, without the wire between them."""

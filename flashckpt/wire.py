@@ -1,0 +1,117 @@
+"""What agents say to each other. State, not commands: each message may be lost, repeated or late without harm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from flashckpt.types import Fence, Generation, Launch, Record, ShardId
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """Nothing but a sign of life, and a question for news."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """To the coordinator: this shard lies on its own node and, verified, on `holders`.
+
+    Fewer holders than before take an earlier report back.
+    """
+
+    shard: ShardId
+    digest: bytes
+    holders: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """To the coordinator: a rank of the sender will never deliver its shard of this generation."""
+
+    generation: Generation
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """From the coordinator: the newest record of this launch, and generations that will never have one."""
+
+    record: Record | None
+    voids: tuple[Generation, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """To the owner of a shard: the sender's copy turned out bad and was set aside; push it again."""
+
+    shard: ShardId
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """To a holder of a shard: the sender's own copy turned out bad; push it back."""
+
+    shard: ShardId
+    digest: bytes
+
+
+Body = Beat | Report | GiveUp | Announce | Lost | Want
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """Every message: who speaks, in which launch, behind which fence."""
+
+    sender: str  # node id
+    launch: Launch
+    fence: Fence | None
+    body: Body
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """To every message: what the receiver knows, which may be newer than what the sender does."""
+
+    launch: Launch | None  # the newest one the receiver has seen
+    fence: Fence | None
+    record: Record | None  # of the sender's launch
+    voids: tuple[Generation, ...]
+    refused: str = ""  # why the message was not taken; "" = it was
+
+
+@dataclass(frozen=True, slots=True)
+class PutOpen:
+    """Asks to store a replica."""
+
+    sender: str
+    launch: Launch
+    fence: Fence | None
+    shard: ShardId
+    tag: int
+    digest: bytes
+    size_bytes: int  # of the whole file
+    head_bytes: int  # of what comes before the data area
+
+
+@dataclass(frozen=True, slots=True)
+class PutReady:
+    """Go on from here: earlier bytes of the same shard were kept when a connection broke."""
+
+    next_head_offset: int
+    next_chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class PutHave:
+    """The shard is here already, with these bytes."""
+
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PutRefused:
+    reason: str
+    retry: bool  # whether asking again later may help
+    launch: Launch | None  # the newest one the receiver has seen
+    fence: Fence | None
