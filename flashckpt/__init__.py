@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashckpt.config import CheckpointConfig
 from flashckpt.errors import (
+    AgentError,
     AmbiguousHistoryError,
     BusyError,
     ClosedError,
@@ -17,6 +18,7 @@ from flashckpt.errors import (
     ConflictError,
     CorruptShardError,
     DeadlineError,
+    DeniedError,
     FencedError,
     FlashError,
     IncompatibleError,
@@ -25,6 +27,7 @@ from flashckpt.errors import (
     NoSpaceError,
     NotFoundError,
     OtherRankError,
+    PeerError,
     StructureError,
     UnsafeDirectoryError,
     UnsupportedValueError,
@@ -58,6 +61,7 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
+    "AgentError",
     "AmbiguousHistoryError",
     "BusyError",
     "CheckpointConfig",
@@ -67,6 +71,7 @@ __all__ = [
     "ConflictError",
     "CorruptShardError",
     "DeadlineError",
+    "DeniedError",
     "FencedError",
     "FlashError",
     "Generation",
@@ -79,6 +84,7 @@ __all__ = [
     "NotFoundError",
     "OtherRankError",
     "Outcome",
+    "PeerError",
     "PerRank",
     "SaveHandle",
     "StructureError",

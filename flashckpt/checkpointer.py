@@ -13,15 +13,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from flashckpt.agent.session import decode_session
 from flashckpt.config import CheckpointConfig, Settings, resolve
 from flashckpt.errors import (
+    AgentError,
     AmbiguousHistoryError,
     BusyError,
     ClosedError,
     ConfigError,
     ConflictError,
+    CorruptShardError,
     FencedError,
+    FlashError,
     OtherRankError,
+    UnsupportedValueError,
     UnusableError,
 )
 from flashckpt.group import PrivateGroup
@@ -29,12 +34,13 @@ from flashckpt.launch import agree_launch, agree_topology
 from flashckpt.load.recover import Recovery, Request, find_candidates
 from flashckpt.save.handle import SaveHandle
 from flashckpt.save.plan import Planner, SavePlan
-from flashckpt.save.retention import State, age_order
+from flashckpt.save.retention import State, Verdict
+from flashckpt.save.slots import OwnSlots
 from flashckpt.save.values import pack
 from flashckpt.save.write import ShardWriter
 from flashckpt.state.flatten import Flat, flatten
 from flashckpt.store.slots import SlotStore
-from flashckpt.types import Fence, Generation, Launch, Level, Outcome, ShardId
+from flashckpt.types import Fence, Generation, Launch, Level, Outcome, Session, ShardId, age_order
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, MutableMapping, Sequence
@@ -42,6 +48,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from flashckpt.load.result import LoadResult
+    from flashckpt.save.slots import Slots
     from flashckpt.store.slots import Sealed, StoreStatus
     from flashckpt.topology import Topology
 
@@ -49,8 +56,10 @@ log = logging.getLogger(__name__)
 
 _AGREEMENT = struct.Struct("<IQ")  # tag, bytes that this rank's slots need
 _COMPARING = "comparing save plans"
-# What a save may end in through no fault of the caller's; everything else is raised.
-_OUTCOMES = (OSError, BusyError, FencedError, OtherRankError)
+# What a save may end in through no fault of the caller's; everything else is raised. Once ranks agree on what is to be
+# saved, all that goes wrong is an outcome, except a tensor that can't be saved after all and a misuse such as a fork.
+_OUTCOMES = (OSError, BusyError, FencedError, OtherRankError, AgentError)
+_CALLERS_FAULT = (UnsupportedValueError, ConflictError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +81,7 @@ class DcpOrigin:
     settings: Settings
     launch: Launch
     topology: Topology
+    session: Session | None  # None where there is no agent
 
 
 class Checkpointer:
@@ -93,28 +103,42 @@ class Checkpointer:
         if self._settings.disabled:
             log.warning("FLASHCKPT_DISABLE is set: nothing is saved or loaded")
             return
-        self._group = PrivateGroup(process_group, self.config.start_timeout)
-        self._settings = dataclasses.replace(self._settings, job=self._job_of_group())
-        self._store = SlotStore.open(
-            self._settings.memory_dir,
-            self._settings.job,
-            budget_bytes=self.config.memory_budget_bytes,
-            threads=self.config.threads or 2,
-        )
-        self._topology = agree_topology(
-            self._group, self._settings.node_id, self._store.directory_id, self._settings.job
-        )
-        self._threads = self.config.threads or default_threads(len(self._topology.node_ranks))
-        launch = agree_launch(self._group, self._store.highest_epoch())
-        self._writer = ShardWriter(self._store, self._settings.job, launch, self.config, self._threads)
+        with contextlib.ExitStack() as undo:
+            self._group = PrivateGroup(process_group, self.config.start_timeout)
+            undo.callback(self._group.close)
+            self._settings = dataclasses.replace(self._settings, job=self._job_of_group())
+            self._store = SlotStore.open(
+                self._settings.memory_dir,
+                self._settings.job,
+                budget_bytes=self.config.memory_budget_bytes,
+                threads=self.config.threads or 2,
+            )
+            undo.callback(self._store.close)
+            self._topology = agree_topology(self._group, self._settings, self._store.directory_id)
+            self._threads = self.config.threads or default_threads(len(self._topology.node_ranks))
+            launch = agree_launch(self._group, self._highest_epoch())
+            self._slots = self._open_slots(launch)
+            undo.pop_all()
+        self._writer = ShardWriter(self._store, self._slots, self._settings.job, self.config, self._threads)
         self._planner = Planner(self._topology)
         self._seq = 0
         self._last_step: int | None = None
         self._agreed = False  # ranks compared what they are going to store
         self._anchored = False  # what this launch saves is known to follow what is there
+
+    def _open_slots(self, launch: Launch) -> Slots:
+        if self._settings.uses_agent:
+            # Here: whoever does without an agent does without gRPC.
+            from flashckpt.rpc.settings import prepare_trainer
+
+            prepare_trainer()
+            from flashckpt.join import join
+
+            return join(self._group, self._settings, self._topology, self._store, launch)
         reclaimed = self._store.reclaim()
         if reclaimed.files:
             log.info("reclaimed %d slots (%d bytes) of processes that are gone", reclaimed.files, reclaimed.bytes)
+        return OwnSlots(self._store, launch, self.config)
 
     # --- save -----------------------------------------------------------------------------------------------
 
@@ -135,12 +159,14 @@ class Checkpointer:
             try:
                 flat, plan, values = self._prepare(state_dict, extra)
             except BaseException:
-                self._writer.void(generation)
+                self._slots.void(generation)
                 raise
-            handle = SaveHandle(step, generation, Level.SEALED)
+            handle = SaveHandle(step, generation, self._highest_level)
+            outcomes: tuple[type[Exception], ...] = _OUTCOMES
             try:
                 plan = self._agree_on(plan, flat, values)
                 planned = time.perf_counter()
+                outcomes = (FlashError, OSError)
                 written = self._writer.write(
                     ShardId(generation, self._topology.rank, self._topology.world),
                     plan,
@@ -149,13 +175,14 @@ class Checkpointer:
                     on_staged=lambda: handle.advance(Level.STAGED),
                 )
             except BaseException as error:
-                self._writer.void(generation)
-                if not isinstance(error, _OUTCOMES):
+                self._slots.void(generation)
+                if not isinstance(error, outcomes) or isinstance(error, _CALLERS_FAULT):
                     raise
                 return self._save_failed(handle, error)
             handle.size_bytes = written.sealed.size_bytes
             handle.timings = dataclasses.replace(written.timings, plan=planned - began)
             handle.advance(Level.SEALED)
+            self._slots.follow(handle)
             return self._ended(handle, Outcome.OK, "")
 
     def prewarm(self, state_dict: Mapping[Any, Any]) -> None:
@@ -169,7 +196,7 @@ class Checkpointer:
             flat, plan, values = self._prepare(state_dict, None)
             plan = self._agree_on(plan, flat, values)
             place = self._writer.geometry(plan, values)
-            self._writer.prepare(place.file_length_bytes)
+            self._slots.prepare(place.file_length_bytes)
 
     # --- load -----------------------------------------------------------------------------------------------
 
@@ -225,7 +252,7 @@ class Checkpointer:
                     f"job {self._settings.job!r}: nothing but {inventory.quarantined} quarantined shards exist"
                 )
             if not read_only:
-                self._put_fence(result.step if result else -1)
+                self._put_fence(result.generation if result else None)
             if result is None:
                 return None
             timings = dataclasses.replace(result.timings, inventory=inventoried - began)
@@ -237,14 +264,14 @@ class Checkpointer:
         with self._alone("start_fresh"):
             if not self._settings.disabled:
                 self._renew_launch()
-                self._put_fence(-1)
+                self._put_fence(None)
 
     # --- for flashckpt.dcp ----------------------------------------------------------------------------------
 
     def origin(self) -> DcpOrigin:
         """What a process that DCP spawns needs to write in this one's name."""
         self._check_enabled()
-        return DcpOrigin(self._settings, self._writer.launch, self._topology)
+        return DcpOrigin(self._settings, self._writer.launch, self._topology, self._slots.session)
 
     def write_for_dcp(self, step: int, rank: int, world: int, plan: SavePlan, flat: Flat, values: bytes) -> Generation:
         """Writes what DCP planned; raises where it can't. Local: DCP has agreed with the other ranks already."""
@@ -255,7 +282,7 @@ class Checkpointer:
             try:
                 self._writer.write(ShardId(generation, rank, world), plan, flat, values)
             except BaseException:
-                self._writer.void(generation)
+                self._slots.void(generation)
                 raise
             self._counts[Outcome.OK.value] += 1
             return generation
@@ -266,22 +293,27 @@ class Checkpointer:
         It waits for ranks that are still sealing what this one has sealed; else a quick rank would miss it.
         """
         self._check_enabled()
-        self._writer.wait_until_settled()
+        self._writer.wait_until_settled(self._topology.node_ranks)
         return find_candidates(self._store, step)
 
     def loaded_by_dcp(self, generation: Generation, launch: Launch | None) -> None:
         """DCP filled the tensors; `launch` is the one that all ranks agreed to go on with, None if only some load."""
         if launch is not None:
-            self._writer.launch = launch
+            self._slots.enter(launch)
             self._seq, self._last_step, self._anchored = 0, None, True
             if self._topology.is_leader:
-                self._store.write_fence(Fence(step=generation.step, epoch=launch.epoch, nonce=launch.nonce))
+                fence = Fence(step=generation.step, epoch=launch.epoch, nonce=launch.nonce)
+                self._slots.put_fence(fence, generation)
 
     # --- the rest -------------------------------------------------------------------------------------------
 
     def status(self) -> CheckpointerStatus:
         self._check_enabled()
         _, verdicts = self._writer.verdicts()
+        # On several nodes no directory holds all shards of a generation, but each holds its record.
+        for record in self._store.read_records():
+            if record.generation in verdicts and verdicts[record.generation].state is State.PENDING:
+                verdicts[record.generation] = Verdict(State.COMPLETE, f"committed with {record.replicas} replicas")
         listed = sorted(verdicts.items(), key=lambda item: age_order(item[0]), reverse=True)
         complete = [g.step for g, v in listed if v.state is State.COMPLETE]
         return CheckpointerStatus(
@@ -299,6 +331,7 @@ class Checkpointer:
             return
         self._closed = True
         if not self._settings.disabled:
+            self._slots.close()
             self._writer.close()
             self._store.close()
             self._group.close()
@@ -332,6 +365,20 @@ class Checkpointer:
         if self.config.job is not None or self._group.spans_the_world:
             return self._settings.job
         return f"{self._settings.job}-ranks-{'-'.join(map(str, self._group.global_ranks[:8]))}-of-{self._group.world}"
+
+    def _highest_epoch(self) -> int:
+        """That this node knows of: a fence, a shard, a record, or what its agent last worked for."""
+        known = 0
+        session = self._store.read_session()
+        if session is not None:
+            with contextlib.suppress(CorruptShardError):  # of another version: its agent forgets it too
+                known = decode_session(session).launch.epoch
+        return max(known, self._store.highest_epoch())
+
+    @property
+    def _highest_level(self) -> Level:
+        replicated = len(self._topology.nodes) > 1 and self.config.replicas > 0
+        return Level.REPLICATED if replicated else Level.SEALED
 
     def _check_enabled(self) -> None:
         self._check_open()
@@ -372,9 +419,13 @@ class Checkpointer:
         if self._anchored:
             return
         _, verdicts = self._writer.verdicts()
-        for generation, verdict in verdicts.items():
-            older = generation.epoch < self._writer.launch.epoch
-            if verdict.state is State.COMPLETE and older and generation.step >= step:
+        whole = {generation for generation, verdict in verdicts.items() if verdict.state is State.COMPLETE}
+        fence = self._store.read_fence()
+        # On several nodes no directory holds all shards of a generation, but each holds its record.
+        committed = {record.generation for record in self._store.read_records()}
+        whole |= {generation for generation in committed if fence is None or not fence.kills(generation)}
+        for generation in whole:
+            if generation.epoch < self._writer.launch.epoch and generation.step >= step:
                 raise AmbiguousHistoryError(
                     f"job {self._settings.job!r}: asked to save step {step}, but an earlier launch left {generation} "
                     "and this one did not load it",
@@ -410,11 +461,12 @@ class Checkpointer:
             answers = [_AGREEMENT.unpack(one) for one in gathered]
             if len({tag for tag, _ in answers}) == 1:
                 break
-            log.warning("keys differ between the ranks of this node: each rank stores all of its own tensors")
+            log.warning("keys differ between ranks: each rank stores all of its own tensors")
             self._planner.dedup = False
             plan = self._planner.plan(flat)
         self._agreed = True
-        self._store.check_budget(sum(answers[rank][1] for rank in self._topology.node_ranks))
+        here = (*self._topology.node_ranks, *self._slots.hosted_ranks)
+        self._store.check_budget(sum(answers[rank][1] for rank in here))
         return plan
 
     def _stop_sharing_if_split(self) -> None:
@@ -425,23 +477,32 @@ class Checkpointer:
         """
         if not self._planner.dedup or len(self._topology.node_ranks) == 1:
             return
-        scan, verdicts = self._writer.verdicts()
-        ours = self._writer.launch.nonce
-        split = any(v.state is State.DISAGREES and g.nonce == ours for g, v in verdicts.items())
-        if split or any(one.tag == 0 and one.shard.generation.nonce == ours for one in scan):
+        tags: dict[Generation, set[int]] = {}
+        for one in self._store.scan():
+            if one.shard.generation.nonce == self._writer.launch.nonce and one.shard.rank in self._topology.node_ranks:
+                tags.setdefault(one.shard.generation, set()).add(one.tag)
+        if any(len(found) > 1 or 0 in found for found in tags.values()):
             log.warning("keys no longer agree between ranks: from now on each rank stores all of its own tensors")
             self._planner.dedup = False
 
     def _renew_launch(self) -> None:
-        """Every load begins a new launch, so that its fence buries also what this one saved before it. Collective."""
-        self._writer.launch = agree_launch(self._group, self._store.highest_epoch())
+        """Every load begins a new launch, so that its fence buries also what this one saved before it. Collective.
+
+        IMPORTANT: the agents are taken over before anybody looks at what lies there. A launch that is still running
+        could otherwise commit a newer generation during the load, and free the one that is being read.
+        """
+        self._slots.enter(agree_launch(self._group, self._highest_epoch()))
+        self._group.together(
+            "taking the agents over", lambda: self._slots.begin() if self._topology.is_leader else None
+        )
         self._seq, self._last_step = 0, None
 
-    def _put_fence(self, step: int) -> None:
+    def _put_fence(self, base: Generation | None) -> None:
+        """What lies above `base` is dead, and all of it where there is none. Collective."""
         launch = self._writer.launch
-        fence = Fence(step=step, epoch=launch.epoch, nonce=launch.nonce)
+        fence = Fence(step=-1 if base is None else base.step, epoch=launch.epoch, nonce=launch.nonce)
         self._group.together(
-            "putting up the fence", lambda: self._store.write_fence(fence) if self._topology.is_leader else None
+            "putting up the fence", lambda: self._slots.put_fence(fence, base) if self._topology.is_leader else None
         )
         self._anchored = True
 

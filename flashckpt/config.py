@@ -21,6 +21,13 @@ ENVIRONMENT = {
     "job": "FLASHCKPT_JOB",
     "memory_dir": "FLASHCKPT_MEMORY_DIR",
     "node_id": "FLASHCKPT_NODE_ID",
+    "domain": "FLASHCKPT_DOMAIN",
+    "advertise": "FLASHCKPT_ADVERTISE",
+    "port": "FLASHCKPT_PORT",
+    "agent": "FLASHCKPT_AGENT",
+    "tls_cert": "FLASHCKPT_TLS_CERT",
+    "tls_key": "FLASHCKPT_TLS_KEY",
+    "tls_ca": "FLASHCKPT_TLS_CA",
 }
 
 # Ids that stay the same when the launcher restarts the job, best first.
@@ -52,10 +59,46 @@ class CheckpointConfig:
     """Minutes between flushes to persist_dir, instead of persist_interval. Planned: no effect yet."""
 
     replicas: int = 1
-    """Copies of each shard on other nodes. Planned: no effect yet."""
+    """Copies of each shard on other nodes; as many node losses are survived. Fewer where there are fewer nodes."""
+
+    placement: str = "ring"
+    """Who keeps whose replicas: "ring" spreads them, "group" makes closed groups (fewest fatal pairs of nodes)."""
+
+    agent: Literal["auto", "off"] | None = None
+    """"auto" (default, or FLASHCKPT_AGENT): one agent process a node owns the slots, replicates and outlives the
+    trainers; it is started when none runs. "off": one node only, this process manages its slots itself."""
+
+    agent_linger: float = 3600.0
+    """Seconds that an agent stays when its trainers are gone; 0: for ever. What it holds stays in memory either way."""
+
+    replicate_max_mbps: float | None = None
+    """Most megabits a second that a node's agent sends to other nodes; None: no limit."""
+
+    peer_timeout: float = 10.0
+    """Seconds without an answer after which a node is called down."""
 
     node_id: str | None = None
     """Name of this machine. Default: FLASHCKPT_NODE_ID, else the host name."""
+
+    domain: str | None = None
+    """Failure domain of this machine, e.g. its rack: replicas go to others. Default: FLASHCKPT_DOMAIN, else none."""
+
+    advertise: str | None = None
+    """Host, address or interface that other nodes reach this one by. Default: FLASHCKPT_ADVERTISE, else the one that
+    reaches the other nodes."""
+
+    port: int | None = None
+    """Port of this node's agent. Default: FLASHCKPT_PORT, else any (0)."""
+
+    tls_cert: str | None = None
+    """File with this node's certificate, where the operator brings one; with tls_key and tls_ca. Default:
+    FLASHCKPT_TLS_CERT, else each launch makes its own."""
+
+    tls_key: str | None = None
+    """File with the private key of tls_cert, mode 0600. Default: FLASHCKPT_TLS_KEY."""
+
+    tls_ca: str | None = None
+    """File with the certificate that signed all nodes' certificates. Default: FLASHCKPT_TLS_CA."""
 
     memory_budget_bytes: int | None = None
     """Most bytes that this job's slots may take on this node; None: what tmpfs and cgroup allow."""
@@ -70,7 +113,8 @@ class CheckpointConfig:
     """Check every chunk's CRC32C while loading."""
 
     on_busy: Literal["wait", "skip"] = "wait"
-    """When the previous generation is not sealed on every rank yet: wait (up to save_timeout) or skip."""
+    """When all slots hold generations that are still needed (the previous one is not replicated yet): wait, up to
+    save_timeout, or skip this save."""
 
     on_save_error: Literal["log", "raise"] = "log"
     """Whether a save that fails for lack of memory or the like only logs, or also raises."""
@@ -93,10 +137,20 @@ class CheckpointConfig:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigError(f"{name}: expected a positive integer or None, found {value!r}")
-        for name in ("save_timeout", "start_timeout"):
+        for name in ("save_timeout", "start_timeout", "peer_timeout"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}: expected seconds above 0, found {getattr(self, name)!r}")
-        for name, allowed in (("on_busy", ("wait", "skip")), ("on_save_error", ("log", "raise"))):
+        if not self.agent_linger >= 0:
+            raise ConfigError(f"agent_linger: expected seconds of at least 0, found {self.agent_linger!r}")
+        if self.replicate_max_mbps is not None and not self.replicate_max_mbps > 0:
+            raise ConfigError(f"replicate_max_mbps: expected more than 0 or None, found {self.replicate_max_mbps!r}")
+        if self.port is not None and not 0 <= self.port < 1 << 16:
+            raise ConfigError(f"port: expected 0 to 65535, found {self.port!r}")
+        for name, allowed in (
+            ("on_busy", ("wait", "skip")),
+            ("on_save_error", ("log", "raise")),
+            ("agent", (None, "auto", "off")),
+        ):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name}: expected one of {allowed}, found {getattr(self, name)!r}")
         if self.persist_interval is not None and self.persist_interval_minutes is not None:
@@ -124,13 +178,18 @@ class Settings:
     job: str
     memory_dir: str
     node_id: str
+    domain: str
+    advertise: str | None  # None: to be found out
+    port: int  # 0: any
+    tls_files: tuple[str, str, str] | None  # certificate, key, CA; None: made for each launch
+    uses_agent: bool
     disabled: bool
 
 
 def resolve(config: CheckpointConfig, environ: Mapping[str, str] = os.environ) -> Settings:
     """Fills in what the environment decides. Raises ConfigError where nothing names the job."""
 
-    def given(field: str) -> str | None:
+    def given(field: str) -> Any:
         value = getattr(config, field)
         return value if value is not None else environ.get(ENVIRONMENT[field]) or None
 
@@ -145,13 +204,43 @@ def resolve(config: CheckpointConfig, environ: Mapping[str, str] = os.environ) -
                 hint="give the run a name that stays the same when it is restarted, e.g. FLASHCKPT_JOB=run1",
             )
         job = "disabled"
+    agent = given("agent") or "auto"
+    if agent not in ("auto", "off"):
+        raise ConfigError(f"FLASHCKPT_AGENT: expected auto or off, found {agent!r}")
     return Settings(
         config=config,
         job=job,
         memory_dir=given("memory_dir") or DEFAULT_MEMORY_DIR,
         node_id=given("node_id") or socket.gethostname(),
+        domain=given("domain") or "",
+        advertise=given("advertise"),
+        port=_port(given("port")),
+        tls_files=_tls_files(given("tls_cert"), given("tls_key"), given("tls_ca")),
+        uses_agent=agent == "auto",
         disabled=disabled,
     )
+
+
+def _port(value: int | str | None) -> int:
+    try:
+        port = int(value or 0)
+    except ValueError:
+        port = -1
+    if not 0 <= port < 1 << 16:
+        raise ConfigError(f"FLASHCKPT_PORT: expected 0 to 65535, found {value!r}")
+    return port
+
+
+def _tls_files(cert: str | None, key: str | None, ca: str | None) -> tuple[str, str, str] | None:
+    if cert is None and key is None and ca is None:
+        return None
+    if cert is None or key is None or ca is None:
+        missing = [name for name, value in (("CERT", cert), ("KEY", key), ("CA", ca)) if value is None]
+        raise ConfigError(
+            f"expected all of FLASHCKPT_TLS_CERT, _KEY and _CA, found none of {missing}",
+            hint="give the three files, or none: then each launch makes certificates of its own",
+        )
+    return cert, key, ca
 
 
 def _launcher_job(environ: Mapping[str, str]) -> str | None:

@@ -42,6 +42,7 @@ from flashckpt.load.attempt import Attempt
 from flashckpt.load.plan import Transfer, Want
 from flashckpt.load.read import Target, read
 from flashckpt.save.plan import SavePlan, Source, aligned
+from flashckpt.save.slots import OwnSlots
 from flashckpt.save.values import pack
 from flashckpt.save.write import ShardWriter
 from flashckpt.state.flatten import Flat, path_of
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
 
     from flashckpt.checkpointer import Checkpointer
     from flashckpt.load.cover import Piece
+    from flashckpt.save.slots import Slots
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +75,14 @@ class _Foreign:
         config = origin.settings.config
         store = SlotStore.open(origin.settings.memory_dir, origin.settings.job, budget_bytes=config.memory_budget_bytes)
         threads = config.threads or default_threads(len(origin.topology.node_ranks))
-        self.writer = ShardWriter(store, origin.settings.job, origin.launch, config, threads)
+        slots: Slots
+        if origin.session is not None:
+            from flashckpt.join import rejoin
+
+            slots = rejoin(origin.settings, origin.topology, store, origin.session)
+        else:
+            slots = OwnSlots(store, origin.launch, config)
+        self.writer = ShardWriter(store, slots, origin.settings.job, config, threads)
         self.seq, self.step = _FOREIGN_SEQ, -1
 
     def next_generation(self, step: int) -> Generation:
@@ -155,7 +164,7 @@ class FlashWriter(StorageWriter):
             try:
                 foreign.writer.write(ShardId(self.generation, self._rank, world), ours, flat, values)
             except BaseException:
-                foreign.writer.void(self.generation)
+                foreign.writer.slots.void(self.generation)
                 raise
         sizes = {id(item): source.length_bytes for item, source in zip(tensors, ours.sources, strict=True)}
         done: Future[list[WriteResult]] = Future()
@@ -291,7 +300,7 @@ class FlashReader(StorageReader):
         checkpointer = self._checkpointer
         problems = []
         for generation, sealed in checkpointer.candidates_for_dcp(self._step):
-            attempt = Attempt(checkpointer.store, sealed, checkpointer.job)
+            attempt = Attempt(checkpointer.store, generation, sealed, checkpointer.job)
             try:
                 attempt.open()
                 metadata = _metadata(attempt, checkpointer.topology.rank)

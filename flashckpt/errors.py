@@ -14,6 +14,9 @@
     ├── UnusableError                                not found: shards exist, no generation is usable
     ├── AmbiguousHistoryError                        two unrelated histories, nothing says which is dead
     ├── FencedError                                  a newer launch owns the job
+    ├── AgentError             (ConnectionError)    this node's agent can't be started, reached or used
+    ├── PeerError              (ConnectionError)    another node's agent is broken, hung or unreachable
+    ├── DeniedError            (PermissionError)    a credential is missing, expired or another job's
     ├── OtherRankError                               another rank raised, and this one gave up with it
     ├── CorruptShardError                            corrupt: bytes fail verification
     ├── IncompatibleError                            incompatible: format version, job, number of nodes
@@ -138,6 +141,25 @@ class FencedError(FlashError):
     """A newer launch owns the job; this one is dead and must not write."""
 
     code = "FC-JOB-001"
+
+
+class AgentError(FlashError, ConnectionError):
+    """This node's agent can't be started, reached or used. What is sealed in the node's memory is not affected."""
+
+    code = "FC-AGT-001"
+    default_hint = "`flashckpt agent status` shows it, and where its log is"
+
+
+class PeerError(FlashError, ConnectionError):
+    """Another node's agent is broken, hung or unreachable; names it. Replication to it is tried again by itself."""
+
+    code = "FC-PEER-001"
+
+
+class DeniedError(FlashError, PermissionError):
+    """A credential is missing, expired, another job's or another node's; or its role may not call this."""
+
+    code = "FC-SEC-001"
 
 
 class OtherRankError(FlashError):

@@ -1,4 +1,4 @@
-"""The start of a launch: who is on this node, and the launch's place in time."""
+"""The start of a launch: who is on which node, and the launch's place in time."""
 
 from __future__ import annotations
 
@@ -9,35 +9,69 @@ import time
 from typing import TYPE_CHECKING
 
 from flashckpt.errors import IncompatibleError
-from flashckpt.topology import Topology
+from flashckpt.topology import Node, Topology
 from flashckpt.types import Launch
 
 if TYPE_CHECKING:
+    from flashckpt.config import Settings
     from flashckpt.group import PrivateGroup
 
 
-def agree_topology(group: PrivateGroup, node_id: str, directory_id: str, job: str) -> Topology:
+def agree_topology(group: PrivateGroup, settings: Settings, directory_id: str) -> Topology:
     """Gathers who is where. Collective. Refuses what would silently not work."""
-    if group.world == 1:
-        return Topology(rank=0, world=1, node_ranks=(0,), global_ranks=group.global_ranks)
-    mine = json.dumps([node_id, directory_id, job]).encode()
-    ranks = [tuple(json.loads(one)) for one in group.gather(mine, "learning which ranks share a node")]
-    jobs = sorted({job for _, _, job in ranks})
-    if len(jobs) > 1:
-        who = ", ".join(f"{one!r} on ranks {[r for r, x in enumerate(ranks) if x[2] == one]}" for one in jobs)
+    config = settings.config
+    agreed = {
+        "job": settings.job,
+        "agent": "auto" if settings.uses_agent else "off",
+        "replicas": config.replicas,
+        "placement": config.placement,
+        "slots_per_rank": config.slots_per_rank,
+        "certificates": "operator's" if settings.tls_files else "made",
+    }
+    mine = json.dumps([settings.node_id, directory_id, settings.domain, agreed]).encode()
+    ranks = [json.loads(one) for one in group.gather(mine, "learning which ranks share a node")]
+    for name in agreed:
+        _refuse_difference(name, [str(one[3][name]) for one in ranks])
+    members: dict[str, list[int]] = {}
+    for rank, (node_id, *_) in enumerate(ranks):
+        members.setdefault(node_id, []).append(rank)
+    nodes = []
+    for node_id, node_ranks in members.items():
+        directories = {ranks[rank][1] for rank in node_ranks}
+        if len(directories) > 1:
+            raise IncompatibleError(
+                f"ranks {node_ranks} of job {settings.job!r} all call their node {node_id!r}, but do not share one "
+                "memory directory",
+                hint="two machines need two names (FLASHCKPT_NODE_ID); ranks of one machine need the same memory_dir",
+            )
+        nodes.append(Node(node_id, ranks[node_ranks[0]][2], tuple(node_ranks)))
+    _refuse_shared_directory(ranks, settings.job)
+    if len(nodes) > 1 and not settings.uses_agent:
         raise IncompatibleError(
-            f"ranks disagree on the job: {who}",
-            hint="set the same job= or FLASHCKPT_JOB everywhere",
+            f"ranks of job {settings.job!r} are on nodes {sorted(members)}, and agent='off' is for one node",
+            hint="leave agent= at 'auto', or give all ranks the same FLASHCKPT_NODE_ID and FLASHCKPT_MEMORY_DIR",
         )
-    if len({(node, directory) for node, directory, _ in ranks}) > 1:
-        nodes = sorted({node for node, _, _ in ranks})
-        raise IncompatibleError(
-            f"ranks of job {job!r} do not share one memory directory: nodes {nodes}",
-            hint="this version keeps a job's checkpoints in the memory of one node; "
-            "give all ranks the same FLASHCKPT_NODE_ID and FLASHCKPT_MEMORY_DIR",
+    return Topology(group.rank, group.world, tuple(nodes), group.global_ranks)
+
+
+def _refuse_difference(name: str, values: list[str]) -> None:
+    if len(set(values)) > 1:
+        who = ", ".join(
+            f"{one!r} on ranks {[r for r, v in enumerate(values) if v == one]}" for one in sorted(set(values))
         )
-    node_ranks = tuple(rank for rank, (node, _, _) in enumerate(ranks) if node == node_id)
-    return Topology(group.rank, group.world, node_ranks, group.global_ranks)
+        raise IncompatibleError(f"ranks disagree on {name}: {who}", hint=f"set the same {name} everywhere")
+
+
+def _refuse_shared_directory(ranks: list[list[str]], job: str) -> None:
+    owners: dict[str, str] = {}
+    for rank, (node_id, directory_id, *_) in enumerate(ranks):
+        if owners.setdefault(directory_id, node_id) != node_id:
+            raise IncompatibleError(
+                f"rank {rank} of job {job!r} calls its node {node_id!r}, but shares the memory directory of node "
+                f"{owners[directory_id]!r}",
+                hint="a node is one memory: give ranks that share it the same FLASHCKPT_NODE_ID, "
+                "or each node its own FLASHCKPT_MEMORY_DIR",
+            )
 
 
 def next_launch(highest_epoch: int) -> Launch:

@@ -41,6 +41,11 @@ class Generation(NamedTuple):
         return f"step {self.step} (epoch {self.epoch}, launch {self.nonce:016x}, attempt {self.seq})"
 
 
+def age_order(generation: Generation) -> tuple[int, int, int, int]:
+    """Newest last. Steps never go down within a launch, and fences bury what a rollback left above it."""
+    return (generation.step, generation.epoch, generation.nonce, generation.seq)
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
     """One start of the job's trainers: its place in time and a random name nobody else has."""
@@ -48,17 +53,26 @@ class Launch:
     epoch: int
     nonce: int
 
+    def is_older_than(self, other: Launch) -> bool:
+        """Two launches of one millisecond: arbitrary, but alike everywhere."""
+        return (self.epoch, self.nonce) < (other.epoch, other.nonce)
+
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """Generations of epochs older than `epoch` with a step above `step` are dead."""
+    """Generations of launches older than (epoch, nonce) with a step above `step` are dead."""
 
     step: int
     epoch: int
     nonce: int
 
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """The greater one is in force: a newer launch's; within a launch the lower step, which kills more."""
+        return self.epoch, self.nonce, -self.step
+
     def kills(self, generation: Generation) -> bool:
-        return generation.epoch < self.epoch and generation.step > self.step
+        return (generation.epoch, generation.nonce) < (self.epoch, self.nonce) and generation.step > self.step
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +85,52 @@ class ShardId:
 
     def __str__(self) -> str:
         return f"shard {self.rank}/{self.world} of {self.generation}"
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A sealed shard as an agent knows it, its own trainers' or a replica."""
+
+    shard: ShardId
+    digest: bytes  # 16 bytes: BLAKE2b of everything before the data area, checksums included: names the content
+    size_bytes: int
+    tag: int
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One node of a launch."""
+
+    node_id: str
+    address: str  # host:port of its agent, the host numeric; "" where the launch has one node
+    domain: str  # failure domain, e.g. the rack; "" where none was given
+    ranks: tuple[int, ...]  # sorted
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What the agents of a launch have to know to replicate and commit without the trainers."""
+
+    launch: Launch
+    world: int
+    members: tuple[Member, ...]  # in the order of their lowest rank; the first one coordinates
+    replicas: int  # copies on other nodes that were asked for
+    strategy: str  # of placement
+    slots_per_rank: int
+
+    @property
+    def coordinator(self) -> str:
+        return self.members[0].node_id
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """The commit record: every rank's shard of this generation lay sealed on its node and on `replicas` others."""
+
+    generation: Generation
+    world: int
+    replicas: int  # copies that every shard had on other nodes; may be fewer than asked for on a small cluster
+    committed_at: float  # seconds since 1970, for people
 
 
 @dataclass(frozen=True, slots=True)

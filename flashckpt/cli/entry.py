@@ -19,10 +19,12 @@ _INTERRUPTED = 130
 
 # name → (module, what it does). Here as well, so that the listing needs no import.
 _COMMANDS = {
+    "agent": ("flashckpt.cli.agent", "Run, start, stop or look at this node's agent."),
     "bench": ("flashckpt.cli.bench", "Measure save and load on this machine."),
     "demo": ("flashckpt.cli.demo", "Kill a training job and watch it go on, bit for bit."),
     "inspect": ("flashckpt.cli.inspect", "Show what one saved step holds."),
     "ls": ("flashckpt.cli.ls", "List the generations in this node's memory."),
+    "status": ("flashckpt.cli.status", "Show this node: its agent, peers, generations and memory."),
     "verify": ("flashckpt.cli.verify", "Check every byte of the shards in memory."),
 }
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flashckpt.cli.entry import NOTHING_FOUND, OK
-from flashckpt.cli.memory import memory_dir_of, now, open_store, selected_jobs, view
+from flashckpt.cli.memory import level_name, memory_dir_of, now, open_store, selected_jobs, view
 from flashckpt.cli.options import where
 from flashckpt.cli.output import age, format_bytes, note, print_json, print_table
 from flashckpt.errors import FlashError
@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 def command(job: str | None, memory_dir: str | None, as_json: bool) -> None:
     """List the generations in this node's memory, newest first.
 
-    complete: every rank's shard is sealed, a load can use it. pending: the trainers are still writing it. dead: it
-    never becomes usable, and its memory is reused.
+    complete: every rank's shard is sealed, a load can use it. pending: the trainers are still writing it. partial:
+    other nodes may have the other ranks' shards. dead: it never becomes usable, and its memory is reused.
+    Levels: sealed survives a crash of the trainers, replicated the loss of nodes.
     """
     directory = memory_dir_of(memory_dir)
     names = selected_jobs(directory, job)
@@ -52,6 +53,7 @@ def _print(jobs: list[JobView], at: float) -> None:
             str(found.generation.step),
             f"{len(found.shards)}/{found.world}",
             found.state,
+            level_name(found),
             format_bytes(found.size_bytes),
             age(found.age_seconds(at)),
             "" if found.state == "complete" else found.reason,
@@ -60,7 +62,7 @@ def _print(jobs: list[JobView], at: float) -> None:
         for found in one.generations
     ]
     if rows:
-        print_table(["job", "step", "ranks", "state", "size", "age", "reason"], rows, right=(1, 2, 4, 5))
+        print_table(["job", "step", "ranks", "state", "level", "size", "age", "reason"], rows, right=(1, 2, 5, 6))
     for one in jobs:
         status = one.status
         if not one.generations:

@@ -12,24 +12,27 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from flashckpt.agent.session import decode_session
 from flashckpt.cli.output import note, printable
 from flashckpt.config import CheckpointConfig, resolve
 from flashckpt.errors import ConfigError, FlashError, NotFoundError
 from flashckpt.format.shard import read_identity
-from flashckpt.save.retention import State, age_order, judge
+from flashckpt.save.retention import State, judge
 from flashckpt.store.names import job_directory_name, parse_sealed_name
 from flashckpt.store.owner import is_dead
 from flashckpt.store.slots import SlotStore
-from flashckpt.types import Launch
+from flashckpt.types import Launch, Level, age_order
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from flashckpt.save.retention import Verdict
     from flashckpt.store.slots import Sealed, StoreStatus
-    from flashckpt.types import Fence, Generation
+    from flashckpt.types import Fence, Generation, Record, Session
 
 _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+PARTIAL = "partial"
 _ESCAPE = re.compile(rb"%([0-9A-F]{2})")
 
 
@@ -53,8 +56,16 @@ class GenerationView:
     generation: Generation
     world: int
     shards: tuple[Shard, ...]
-    state: str  # complete, pending, dead
+    state: str  # complete, pending, partial, dead
     reason: str
+    record: Record | None  # that every rank's shard was sealed, and on how many other nodes
+
+    @property
+    def level(self) -> Level:
+        """How much the generation as a whole survives, as far as this directory knows."""
+        if self.record is not None and self.record.replicas > 0:
+            return Level.REPLICATED
+        return Level.SEALED if self.state == State.COMPLETE.value else Level.NONE
 
     @property
     def size_bytes(self) -> int:
@@ -77,6 +88,9 @@ class GenerationView:
             "seq": self.generation.seq,
             "state": self.state,
             "reason": self.reason,
+            "level": level_name(self) or None,
+            "committed_at": None if self.record is None else self.record.committed_at,
+            "copies_elsewhere": None if self.record is None else self.record.replicas,
             "world": self.world,
             "ranks": [shard.rank for shard in self.shards],
             "size_bytes": self.size_bytes,
@@ -90,6 +104,7 @@ class JobView:
     job: str
     generations: tuple[GenerationView, ...]  # newest first
     fence: Fence | None
+    session: Session | None  # of the launch that an agent served last
     status: StoreStatus
 
 
@@ -164,17 +179,26 @@ def selected_job(memory_dir: str, job: str | None) -> str:
 def view(store: SlotStore, job: str) -> JobView:
     """What lies there now. Files come and go meanwhile: those that went are simply not in it."""
     fence = store.read_fence()
+    session = _session(store)
     shards = [shard for sealed in store.scan() if (shard := _stat(store, sealed)) is not None]
     tags = {shard.sealed.shard: shard.sealed.tag for shard in shards}
-    verdicts = judge(tags, _live_launch(shards), fence, store.voids())
+    voids = store.voids()
+    records = {record.generation: record for record in store.read_records()}
+    nodes = 1 if session is None else len(session.members)
     generations = []
-    for generation, verdict in verdicts.items():
+    for generation, verdict in judge(tags, _live_launch(shards), fence, voids).items():
         members = sorted((s for s in shards if s.sealed.shard.generation == generation), key=lambda s: s.rank)
-        state = State.DEAD if verdict.state is State.DISAGREES else verdict.state
         world = max(shard.sealed.shard.world for shard in members)
-        generations.append(GenerationView(generation, world, tuple(members), state.value, verdict.reason))
+        dead = generation in voids or (fence is not None and fence.kills(generation))
+        record = None if dead else records.get(generation)
+        state, reason = verdict.state.value, verdict.reason
+        if verdict.state is State.DISAGREES:
+            state = State.DEAD.value
+        elif not dead and len(members) < world:
+            state, reason = _of_several_nodes(verdict, record, nodes)
+        generations.append(GenerationView(generation, world, tuple(members), state, reason, record))
     generations.sort(key=lambda one: age_order(one.generation), reverse=True)
-    return JobView(job, tuple(generations), fence, store.status())
+    return JobView(job, tuple(generations), fence, session, store.status())
 
 
 def pick(job: JobView, step: int | None) -> GenerationView:
@@ -190,8 +214,31 @@ def pick(job: JobView, step: int | None) -> GenerationView:
     return next((one for one in of_step if one.state == State.COMPLETE.value), of_step[0])
 
 
+def level_name(found: GenerationView) -> str:
+    """For people; "" where the generation has not reached any."""
+    return "" if found.level is Level.NONE else found.level.name.lower()
+
+
 def now() -> float:
     return time.time()
+
+
+def _of_several_nodes(verdict: Verdict, record: Record | None, nodes: int) -> tuple[str, str]:
+    """State and reason of a generation whose shards are not all here."""
+    if record is not None:
+        return State.COMPLETE.value, f"committed: every rank sealed; copies on other nodes: {record.replicas}"
+    if nodes > 1 and verdict.state is State.DEAD:
+        return PARTIAL, f"{verdict.reason} here; other nodes may have them"
+    return verdict.state.value, verdict.reason
+
+
+def _session(store: SlotStore) -> Session | None:
+    kept = store.read_session()
+    try:
+        return None if kept is None else decode_session(kept)
+    except FlashError as error:
+        note(f"{store.path}: left out: {error.message}")
+        return None
 
 
 def _live_launch(shards: list[Shard]) -> Launch | None:

@@ -48,6 +48,7 @@ __all__ = [
     "encode_header",
     "geometry",
     "invalidate",
+    "name_of",
     "parse_header",
     "read_envelope",
     "read_header",
@@ -201,13 +202,13 @@ def read_header(fd: int, *, expect: ShardId | None = None, job: str | None = Non
     CorruptShardError: the bytes break a rule. IncompatibleError: they are fine, but of another format
     version, another job than `job`, or another shard than `expect`.
     """
-    return _with_layout(read_envelope(fd, expect=expect, job=job), _name(fd))
+    return _with_layout(read_envelope(fd, expect=expect, job=job), name_of(fd))
 
 
 def read_envelope(fd: int, *, expect: ShardId | None = None, job: str | None = None) -> Envelope:
     """Like `read_header`, but leaves the layout encoded and its entries unchecked."""
     head, file_length = _read_head(fd)
-    return _parse_envelope(head, file_length, expect, job, _name(fd))
+    return _parse_envelope(head, file_length, expect, job, name_of(fd))
 
 
 def read_identity(fd: int) -> tuple[str, ShardId]:
@@ -228,7 +229,7 @@ def parse_header(
     return _with_layout(_parse_envelope(head, file_length_bytes, expect, job, where), where)
 
 
-def _name(fd: int) -> str:
+def name_of(fd: int) -> str:
     try:
         return os.readlink(f"/proc/self/fd/{fd}")
     except OSError:
@@ -238,14 +239,14 @@ def _name(fd: int) -> str:
 def _read_head(fd: int) -> tuple[bytes, int]:
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
-        corrupt(_name(fd), "a regular file", stat.filemode(status.st_mode))
+        corrupt(name_of(fd), "a regular file", stat.filemode(status.st_mode))
     first = os.pread(fd, PREAMBLE_BYTES, 0)
     # Checks the length of the file too, so that what is read next is there.
-    preamble = preambles.unpack(first, status.st_size, _name(fd))
+    preamble = preambles.unpack(first, status.st_size, name_of(fd))
     head = os.pread(fd, preamble.data_offset_bytes, 0)
     # A regular file gives less than was asked for only where it ends: it was cut after fstat.
     if len(head) != preamble.data_offset_bytes:
-        corrupt(_name(fd), f"{preamble.data_offset_bytes} bytes before the data", f"{len(head)}")
+        corrupt(name_of(fd), f"{preamble.data_offset_bytes} bytes before the data", f"{len(head)}")
     return head, status.st_size
 
 

@@ -27,8 +27,9 @@ class UncoveredError(FlashError):
 class Attempt:
     """The shards of one complete generation, open and parsed. A context manager: closes descriptors."""
 
-    def __init__(self, store: SlotStore, sealed: Sequence[Sealed], job: str) -> None:
+    def __init__(self, store: SlotStore, generation: Generation, sealed: Sequence[Sealed], job: str) -> None:
         self._store = store
+        self.generation = generation
         self._sealed = sorted(sealed, key=lambda one: one.shard.rank)
         self._job = job
         self.shards: list[OpenShard] = []
@@ -47,15 +48,18 @@ class Attempt:
         self.shards.clear()
 
     @property
-    def generation(self) -> Generation:
-        return self._sealed[0].shard.generation
-
-    @property
     def world(self) -> int:
         return self._sealed[0].shard.world
 
     def open(self) -> None:
         """Opens every shard, checks its header against its name, and proves coverage by volume."""
+        here = {sealed.shard.rank for sealed in self._sealed}
+        elsewhere = [rank for rank in range(self.world) if rank not in here] if here else []
+        if elsewhere or not here:
+            raise UncoveredError(
+                f"{self.generation}: this node has no shard of ranks {elsewhere or 'of the generation'}; "
+                "fetching them from other nodes is planned"
+            )
         for number, sealed in enumerate(self._sealed):
             fd = self._store.open_shard(sealed)
             try:

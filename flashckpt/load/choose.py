@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flashckpt.errors import AmbiguousHistoryError
-from flashckpt.save.retention import State, age_order, judge
+from flashckpt.save.retention import State, judge
+from flashckpt.types import age_order
 
 if TYPE_CHECKING:
     from flashckpt.load.inventory import Inventory
@@ -27,7 +28,7 @@ def choose(inventory: Inventory, step: int | None) -> Choice:
     Raises AmbiguousHistoryError where a later launch has whole generations below those of an earlier one and
     never said (by a fence) that it started from there.
     """
-    verdicts = judge(inventory.tags, launch=None, fence=inventory.fence)
+    verdicts = judge(inventory.tags, launch=None, fence=inventory.fence, of_many_nodes=True)
     complete = [g for g, verdict in verdicts.items() if verdict.state is State.COMPLETE]
     passed_over = [(g, v.reason) for g, v in verdicts.items() if v.state is not State.COMPLETE]
     if step is not None:

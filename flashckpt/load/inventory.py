@@ -56,6 +56,6 @@ def merge(inventories: Iterable[Inventory]) -> Inventory:
     for one in inventories:
         tags.update(one.tags)
         quarantined += one.quarantined
-        if one.fence is not None and (fence is None or one.fence.epoch > fence.epoch):
+        if one.fence is not None and (fence is None or fence.order < one.fence.order):
             fence = one.fence
     return Inventory(tags, fence, quarantined)

@@ -115,7 +115,7 @@ class Recovery:
         flat, live = self._group.together("reading the live state dict", lambda: _live(state_dict))
         stepped_over: list[str] = []
         for generation in choice.candidates:
-            with Attempt(self._store, sealed.get(generation, ()), self._job) as attempt:
+            with Attempt(self._store, generation, sealed.get(generation, ()), self._job) as attempt:
                 result, problem = self._try(generation, attempt, state_dict, flat, live, request)
             if result is not None:
                 return replace(result, stepped_over=tuple(stepped_over))

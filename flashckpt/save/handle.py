@@ -36,6 +36,7 @@ class SaveHandle:
         self.upload_completion: Future[None] = Future()
         self.reason = ""
         self._highest = highest  # the level this launch can bring a generation to
+        self._stopped = ""  # why it will never get further than it is
         self._level = Level.NONE
         self._outcome: Outcome | None = None
         self._changed = threading.Condition()
@@ -52,8 +53,9 @@ class SaveHandle:
     def wait(self, level: str | Level = Level.SEALED, timeout: float | None = None) -> Outcome:
         """Waits for `level` ("staged", "sealed", "replicated", "persisted") or for the save to end otherwise.
 
-        Returns how it ended; a failed or skipped save is an outcome here, not an exception. Raises
-        DeadlineError when `timeout` seconds pass, ConfigError for a level that this launch can't reach.
+        Returns how it ended; a failed or skipped save is an outcome here, not an exception, and so is one that was
+        sealed but will never reach `level` (`reason` then says why). Raises DeadlineError when `timeout` seconds
+        pass, ConfigError for a level that this launch can't reach.
         """
         wanted = _parse_level(level)
         if wanted > self._highest and self._outcome in (None, Outcome.OK):
@@ -63,8 +65,12 @@ class SaveHandle:
             )
         with self._changed:
             ended = self._changed.wait_for(
-                lambda: self._level >= wanted or self._outcome not in (None, Outcome.OK), timeout
+                lambda: self._level >= wanted or bool(self._stopped) or self._outcome not in (None, Outcome.OK),
+                timeout,
             )
+            if ended and self._level < wanted and self._outcome in (None, Outcome.OK):
+                self.reason = self._stopped
+                return Outcome.FAILED
         if not ended:
             raise DeadlineError(
                 f"step {self.step}: expected level {wanted.name.lower()} within {timeout} s, "
@@ -79,6 +85,12 @@ class SaveHandle:
             self._changed.notify_all()
         if level >= Level.STAGED and not self.staging_completion.done():
             self.staging_completion.set_result(None)
+
+    def stop(self, reason: str) -> None:
+        """It will never get further. Where it is beyond that already, nothing changes."""
+        with self._changed:
+            self._stopped = self._stopped or reason or "given up"
+            self._changed.notify_all()
 
     def finish(self, outcome: Outcome, reason: str, error: Exception | None = None) -> None:
         """Ends the save. The futures carry `error` where it failed."""

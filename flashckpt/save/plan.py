@@ -147,7 +147,7 @@ def _make_plan(flat: Flat, topology: Topology, dedup: bool, aliases: list[int]) 
         layout_bytes=layout_bytes,
         layout_fingerprint=fingerprint(layout_bytes),
         tensor_bytes=aligned(offset),
-        tag=_tag(fqns, specs, per_rank, aliases) if dedup and len(topology.node_ranks) > 1 else 0,
+        tag=_tag(fqns, specs, per_rank, aliases) if dedup and topology.shares_nodes else 0,
     )
 
 

@@ -6,6 +6,8 @@ import enum
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from flashckpt.types import age_order
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
@@ -25,22 +27,20 @@ class Verdict:
     reason: str
 
 
-def age_order(generation: Generation) -> tuple[int, int, int]:
-    """Newest last. Steps never go down within a launch, and fences bury what a rollback left above it."""
-    return (generation.step, generation.epoch, generation.seq)
-
-
 def judge(
     tags: Mapping[ShardId, int],
     launch: Launch | None,
     fence: Fence | None,
     voids: Collection[Generation] = (),
+    *,
+    of_many_nodes: bool = False,
 ) -> dict[Generation, Verdict]:
     """The state of every generation, from the shards that lie sealed and the tags in their names.
 
     `launch` is the one that asks: what it has begun may still be completed, unless a rank said that it gave up
     (`voids`) or went on to a later one; what older launches left half done never will. None judges from
-    outside, when no trainer writes.
+    outside, when no trainer writes. Tags compare the ranks of one node: where generations are `of_many_nodes`, whether
+    everything is there is for the proof of coverage to say.
     """
     asking = None if launch is None else (launch.epoch, launch.nonce)
     shards: dict[Generation, list[ShardId]] = {}
@@ -52,7 +52,12 @@ def judge(
             latest[shard.rank] = max(latest.get(shard.rank, (-1, 0)), (generation.step, generation.seq))
     return {
         generation: _judge_one(
-            generation, members, tags, latest if (generation.epoch, generation.nonce) == asking else None, fence, voids
+            generation,
+            members,
+            set() if of_many_nodes else {tags[shard] for shard in members},
+            latest if (generation.epoch, generation.nonce) == asking else None,
+            fence,
+            voids,
         )
         for generation, members in shards.items()
     }
@@ -61,7 +66,7 @@ def judge(
 def _judge_one(
     generation: Generation,
     members: list[ShardId],
-    tags: Mapping[ShardId, int],
+    tags: set[int],
     latest: Mapping[int, tuple[int, int]] | None,
     fence: Fence | None,
     voids: Collection[Generation],
@@ -80,7 +85,7 @@ def _judge_one(
         if any(latest.get(rank, (-1, 0)) > (generation.step, generation.seq) for rank in missing):
             return Verdict(State.DEAD, f"{reason}, which went on to a later one")
         return Verdict(State.PENDING, reason)
-    if len({tags[shard] for shard in members}) > 1:
+    if len(tags) > 1:
         return Verdict(State.DISAGREES, "ranks disagree on which plain tensors they share")
     return Verdict(State.COMPLETE, "all ranks sealed")
 

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import stat
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from flashckpt.errors import UnsafeDirectoryError
-from flashckpt.store.directory import Directory, State, check_file
-from flashckpt.store.names import parse_fence_draft_name, parse_sealed_name, parse_slot_name
+from flashckpt.errors import NotFoundError, UnsafeDirectoryError
+from flashckpt.store.directory import Directory, Place, Private, State, check_file
+from flashckpt.store.names import (
+    AGENT_FILES_PREFIX,
+    SESSION_NAME,
+    is_plain_name,
+    parse_draft_name,
+    parse_fence_name,
+    parse_record_name,
+    parse_sealed_name,
+    parse_slot_name,
+    parse_void_name,
+)
 from flashckpt.store.owner import Owner, is_dead
 
 if TYPE_CHECKING:
@@ -34,6 +45,8 @@ class StoreStatus:
     writing: Count
     sealed: Count
     quarantine: Count
+    job_files: Count  # beside the slots: fence, session, records, secrets, what the agent keeps
+    records: int  # commit records among them
     foreign_names: int  # files whose names are not ours
     granule_bytes: int
     huge_page_bytes: int  # 0 = the mount gives none
@@ -61,12 +74,17 @@ def read_status(directory: Directory, room: Room, *, huge_page_bytes: int, granu
         files = list(_files(directory, state))
         foreign_names += sum(parse_name(state, name) is None for name, _ in files)
         counts[state] = Count(len(files), sum(found.st_size for _, found in files))
+    small = list(small_file_names(directory))
+    sizes = [found.st_size for place, name in small if (found := directory.stat(place, name)) is not None]
+    foreign_names += sum(not is_known(place, name) for place, name in small)
     return StoreStatus(
         path=str(directory.path),
         pool=counts[State.POOL],
         writing=counts[State.WRITING],
         sealed=counts[State.SEALED],
         quarantine=counts[State.QUARANTINE],
+        job_files=Count(len(sizes), sum(sizes)),
+        records=sum(parse_record_name(name) is not None for _, name in small),
         foreign_names=foreign_names,
         granule_bytes=granule_bytes,
         huge_page_bytes=huge_page_bytes,
@@ -100,12 +118,59 @@ def find_problems(directory: Directory, *, held_by_us: set[str]) -> list[str]:
                 problems.append(f"{where}: its writer is dead")
     problems += [f"slot {slot_id:016x} is in {' and '.join(at)}" for slot_id, at in slots.items() if len(at) > 1]
     problems += [f"two files of one shard: {' and '.join(at)}" for at in shards.values() if len(at) > 1]
-    for name in directory.names(None):
-        drafter = parse_fence_draft_name(name)
-        if drafter is not None and is_dead(drafter):
-            problems.append(f"{name}: leaked draft of a fence, its writer is dead")
+    problems += _small_file_problems(directory)
     for name in held_by_us - set(directory.names(State.WRITING)):
         problems.append(f"{State.WRITING}/{name}: being written, but its file has gone")
+    return problems
+
+
+def small_file_names(directory: Directory) -> Iterator[tuple[Place, str]]:
+    """Everything beside the slots: in the job's directory itself and in its private folders."""
+    folders = {*State, *Private}
+    for name in directory.names(None):
+        if name not in folders:
+            yield None, name
+    for place in Private:
+        try:
+            names = directory.names(place)
+        except NotFoundError:
+            continue  # not made yet
+        yield from ((place, name) for name in names)
+
+
+def is_known(place: Place, name: str) -> bool:
+    """Whether a small file has a name that we give."""
+    if parse_draft_name(name) is not None:
+        return True
+    if place is not None:
+        return is_plain_name(name)
+    parsers = (parse_fence_name, parse_record_name, parse_void_name)
+    return (
+        name == SESSION_NAME
+        or (name.startswith(AGENT_FILES_PREFIX) and is_plain_name(name))
+        or any(parse(name) is not None for parse in parsers)
+    )
+
+
+def _small_file_problems(directory: Directory) -> list[str]:
+    problems = []
+    for place, name in small_file_names(directory):
+        where = name if place is None else f"{place}/{name}"
+        if not is_known(place, name):
+            problems.append(f"{where}: not a name of flashckpt")
+            continue
+        found = directory.stat(place, name)
+        if found is None:
+            continue
+        # A socket has the mode that its umask left; the directory is what keeps others out.
+        if not (stat.S_ISSOCK(found.st_mode) and name.startswith(AGENT_FILES_PREFIX)):
+            try:
+                check_file(directory.path / where, found)
+            except UnsafeDirectoryError as error:
+                problems.append(f"{where}: {error.message}")
+        draft = parse_draft_name(name)
+        if draft is not None and is_dead(draft.writer):
+            problems.append(f"{where}: leaked draft of a {draft.kind}, its writer is dead")
     return problems
 
 

@@ -14,7 +14,7 @@ import os
 import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from flashckpt.errors import (
     ClosedError,
@@ -49,6 +49,15 @@ class State(enum.StrEnum):
     QUARANTINE = "quarantine"  # a bad shard, kept for a look
 
 
+class Private(enum.StrEnum):
+    """Folders beside the slots, made when something is first put there. Values are directory names."""
+
+    TLS = "tls"  # keys and certificates
+
+
+Place: TypeAlias = State | Private | None  # None = the job's directory itself
+
+
 @dataclass(frozen=True, slots=True)
 class _Held:
     path: Path
@@ -65,6 +74,8 @@ class Directory:
         self._base = base
         self._job = job
         self._states = states
+        self._private: dict[Private, _Held] = {}
+        self._opened_later: list[_Held] = []
         self._closed = False
 
     @property
@@ -76,7 +87,7 @@ class Directory:
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            for held in (*self._states.values(), self._job, self._base):
+            for held in (*self._opened_later, *self._states.values(), self._job, self._base):
                 os.close(held.fd)
 
     def check_still_ours(self) -> None:
@@ -101,37 +112,37 @@ class Directory:
         found = os.fstat(self.fd)
         return f"{read_boot_id()}-{found.st_dev}-{found.st_ino}"
 
-    def names(self, state: State | None) -> list[str]:
-        """Of all entries of a state's directory, or (None) of the job's own."""
+    def names(self, place: Place) -> list[str]:
+        """Of all entries. NotFoundError where a private folder was not made yet."""
         # A descriptor of its own for each listing: those of one open directory share their position, and
         # two listings at once, in two threads or after a fork, would each see a part.
-        fd = os.open(".", _DIRECTORY_FLAGS, dir_fd=self._fd(state))
+        fd = os.open(".", _DIRECTORY_FLAGS, dir_fd=self._fd(place))
         try:
             return os.listdir(fd)
         finally:
             os.close(fd)
 
-    def stat(self, state: State | None, name: str) -> os.stat_result | None:
+    def stat(self, place: Place, name: str) -> os.stat_result | None:
         """None where there is no such file."""
         try:
-            return os.stat(name, dir_fd=self._fd(state), follow_symlinks=False)
+            return os.stat(name, dir_fd=self._fd(place), follow_symlinks=False)
         except FileNotFoundError:
             return None
 
-    def create_file(self, state: State | None, name: str) -> int:
+    def create_file(self, place: Place, name: str) -> int:
         """A new file's descriptor, for reading and writing. OSError (ENOSPC) where inodes are out."""
         return self._do(
-            state,
+            place,
             name,
             lambda fd: os.open(name, _FILE_FLAGS | os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=fd),
         )
 
-    def open_file(self, state: State | None, name: str, *, write: bool = False) -> int:
+    def open_file(self, place: Place, name: str, *, write: bool = False, create: bool = False) -> int:
         """FileNotFoundError where it has gone, UnsafeDirectoryError where it is not a plain file of ours."""
-        path = self._path(state, name)
-        access = os.O_RDWR if write else os.O_RDONLY
+        path = self._path(place, name)
+        access = (os.O_RDWR if write else os.O_RDONLY) | (os.O_CREAT if create else 0)
         try:
-            fd = self._do(state, name, lambda fd: os.open(name, _FILE_FLAGS | access, dir_fd=fd))
+            fd = self._do(place, name, lambda fd: os.open(name, _FILE_FLAGS | access, 0o600, dir_fd=fd))
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.EACCES):
                 raise _refusal(path, "a plain file of our own", error.strerror, "remove it") from error
@@ -152,33 +163,59 @@ class Directory:
             return False
         return True
 
-    def replace(self, name: str, new_name: str) -> None:
-        """Rename within the job's directory; the target may exist."""
-        self._do(None, name, lambda fd: os.rename(name, new_name, src_dir_fd=fd, dst_dir_fd=fd))
+    def replace(self, place: Place, name: str, new_name: str) -> None:
+        """Rename within one folder; the target may exist."""
+        self._do(place, name, lambda fd: os.rename(name, new_name, src_dir_fd=fd, dst_dir_fd=fd))
 
-    def remove(self, state: State | None, name: str) -> bool:
+    def remove(self, place: Place, name: str) -> bool:
         """False where somebody else was quicker."""
         try:
-            self._do(state, name, lambda fd: os.unlink(name, dir_fd=fd))
+            self._do(place, name, lambda fd: os.unlink(name, dir_fd=fd))
         except FileNotFoundError:
             return False
         return True
 
-    def _path(self, state: State | None, name: str) -> Path:
-        return (self._job if state is None else self._states[state]).path / name
+    def make_private(self, place: Private) -> None:
+        """Makes sure that the folder is there."""
+        self._hold_private(place, create=True)
 
-    def _fd(self, state: State | None) -> int:
-        self._check_open()
-        return (self._job if state is None else self._states[state]).fd
-
-    def _do(self, state: State | None, name: str, call: Callable[[int], _T]) -> _T:
+    def _hold_private(self, place: Private, *, create: bool) -> _Held:
+        held = self._private.get(place)
+        if held is not None and os.fstat(held.fd).st_nlink > 0:
+            return held
+        path = self._job.path / place
+        opened: list[int] = []
         try:
-            return call(self._fd(state))
+            new = _Held(path, _open_one(self._job.fd, path, create, opened))
+        except BaseException:
+            for fd in opened:
+                os.close(fd)
+            raise
+        # All stay open until close(): another thread may be about to use a number.
+        self._opened_later.append(new)
+        self._private[place] = new
+        return new
+
+    def _folder(self, place: Place) -> _Held:
+        self._check_open()
+        if place is None:
+            return self._job
+        return self._states[place] if isinstance(place, State) else self._hold_private(place, create=False)
+
+    def _path(self, place: Place, name: str) -> Path:
+        return self._folder(place).path / name
+
+    def _fd(self, place: Place) -> int:
+        return self._folder(place).fd
+
+    def _do(self, place: Place, name: str, call: Callable[[int], _T]) -> _T:
+        try:
+            return call(self._fd(place))
         except OSError as error:
             if isinstance(error, FlashError):
                 raise
             if error.errno == errno.EROFS:
-                raise _read_only(self._path(state, name)) from error
+                raise _read_only(self._path(place, name)) from error
             raise
 
     def _what_happened(self, held: _Held, error: OSError | None) -> str:

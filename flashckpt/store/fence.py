@@ -13,17 +13,14 @@ raising the step again would bring generations back that were declared dead.
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import mmap
-import os
-import secrets
 import struct
 from typing import TYPE_CHECKING
 
 from flashckpt.errors import UnsafeDirectoryError
 from flashckpt.failpoints import failpoint
-from flashckpt.store.names import fence_draft_name, fence_name, parse_fence_name
+from flashckpt.store.names import Draft, fence_name, parse_fence_name
+from flashckpt.store.small_files import DIGEST_BYTES, digest, read_small, write_aside
 from flashckpt.types import Fence
 
 if TYPE_CHECKING:
@@ -33,26 +30,25 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _MAGIC = b"FCFENCE1"
 _FIELDS = struct.Struct("<8sqQQ")
-_DIGEST_BYTES = 16
-RECORD_BYTES = _FIELDS.size + _DIGEST_BYTES
+RECORD_BYTES = _FIELDS.size + DIGEST_BYTES
 
 
 def newer(a: Fence | None, b: Fence | None) -> Fence | None:
     """The one that is in force when both are known."""
     if a is None or b is None:
         return b if a is None else a
-    return max(a, b, key=_order)
+    return max(a, b, key=lambda fence: fence.order)
 
 
 def encode_fence(fence: Fence, job: str) -> bytes:
     fields = _FIELDS.pack(_MAGIC, fence.step, fence.epoch, fence.nonce)
-    return fields + _digest(fields, job)
+    return fields + digest(fields, job)
 
 
 def decode_fence(record: bytes, job: str) -> Fence | None:
     """None where the record is torn, altered or another job's."""
-    fields, digest = record[: _FIELDS.size], record[_FIELDS.size :]
-    if len(record) != RECORD_BYTES or digest != _digest(fields, job):
+    fields, checksum = record[: _FIELDS.size], record[_FIELDS.size :]
+    if len(record) != RECORD_BYTES or checksum != digest(fields, job):
         return None
     magic, step, epoch, nonce = _FIELDS.unpack(fields)
     return Fence(step=step, epoch=epoch, nonce=nonce) if magic == _MAGIC else None
@@ -64,15 +60,13 @@ def read_fence(directory: Directory) -> Fence | None:
         vanished = False
         for name, named in _records(directory):
             try:
-                fd = directory.open_file(None, name)
+                record = read_small(directory, name, RECORD_BYTES)
             except FileNotFoundError:
                 vanished = True
                 break
             except UnsafeDirectoryError as error:
                 _log.warning("fence record ignored: %s", error)
                 continue
-            with open(fd, "rb") as file:
-                record = file.read(RECORD_BYTES + (not _is_paged(directory)))
             fence = decode_fence(record, directory.job)
             if fence != named:
                 _log.warning("fence record %s/%s is torn or foreign; ignored", directory.path, name)
@@ -89,15 +83,8 @@ def write_fence(directory: Directory, fence: Fence, writer: Owner) -> Fence:
     if current is not None and newer(current, fence) == current:
         return current
     failpoint("before_fence")
-    draft = fence_draft_name(writer, secrets.randbits(64))
-    fd = directory.create_file(None, draft)
-    try:
-        _write_record(directory, fd, encode_fence(fence, directory.job))
-        failpoint("mid_fence")
-        directory.replace(draft, fence_name(fence))
-    except BaseException:
-        directory.remove(None, draft)
-        raise
+    content = encode_fence(fence, directory.job)
+    write_aside(directory, fence_name(fence), content, Draft.FENCE, writer, pass_failpoint="mid_fence")
     failpoint("after_fence")
     in_force = read_fence(directory)
     for name, named in _records(directory):
@@ -106,32 +93,6 @@ def write_fence(directory: Directory, fence: Fence, writer: Owner) -> Fence:
     return fence if in_force is None else in_force
 
 
-def _is_paged(directory: Directory) -> bool:
-    """hugetlbfs knows no write(), and its files are whole pages."""
-    return directory.mount.fs_type == "hugetlbfs"
-
-
-def _write_record(directory: Directory, fd: int, record: bytes) -> None:
-    with open(fd, "wb") as file:
-        if not _is_paged(directory):
-            file.write(record)
-            return
-        page_bytes = os.fstatvfs(fd).f_bsize
-        os.posix_fallocate(fd, 0, page_bytes)  # ENOSPC here, not a SIGBUS below
-        with mmap.mmap(fd, page_bytes) as page:
-            page[: len(record)] = record
-
-
 def _records(directory: Directory) -> list[tuple[str, Fence]]:
     parsed = ((name, parse_fence_name(name)) for name in directory.names(None))
     return [(name, fence) for name, fence in parsed if fence is not None]
-
-
-def _order(fence: Fence) -> tuple[int, int, int]:
-    return fence.epoch, fence.nonce, -fence.step
-
-
-def _digest(fields: bytes, job: str) -> bytes:
-    # The job is part of it: a record that was copied from another job's directory does not fit.
-    name = job.encode("utf-8", "surrogatepass")
-    return hashlib.blake2b(fields + name, digest_size=_DIGEST_BYTES).digest()

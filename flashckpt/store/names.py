@@ -7,6 +7,7 @@ functions produce is parsed: two names never mean the same thing.
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import re
 from dataclasses import dataclass
@@ -16,10 +17,22 @@ from flashckpt.store.owner import Owner
 from flashckpt.types import Fence, Generation, ShardId
 
 MAX_JOB_BYTES = 256
+SESSION_NAME = "session"
+AGENT_FILES_PREFIX = "agent."  # socket, lock and log of the agent
 _MAX_COMPONENT_BYTES = 255
 _DIGEST_BYTES = 20
 _U32 = (1 << 32) - 1
 _U64 = (1 << 64) - 1
+
+
+class Draft(enum.StrEnum):
+    """What a file that is written aside will become."""
+
+    FENCE = "fence"
+    SESSION = "session"
+    RECORD = "record"
+    SECRET = "secret"
+
 
 _NUMBER = "(0|[1-9][0-9]{0,19})"
 _WRITER = rf"w{_NUMBER}-{_NUMBER}-([0-9a-f]{{8}})-{_NUMBER}"
@@ -29,7 +42,9 @@ _SEALED = re.compile(
     rf"\.t([0-9a-f]{{8}})\.s([0-9a-f]{{16}})\.{_WRITER}"
 )
 _FENCE = re.compile(rf"fence-{_NUMBER}-([0-9a-f]{{16}})-(-?){_NUMBER}")
-_FENCE_DRAFT = re.compile(rf"fence-draft-[0-9a-f]{{16}}\.{_WRITER}")
+_RECORD = re.compile(rf"record-{_NUMBER}-([0-9a-f]{{16}})-{_NUMBER}-{_NUMBER}")
+_PLAIN = re.compile(r"[a-z][a-z0-9_-]{0,40}(\.[a-z0-9_-]{1,20}){0,2}")
+_DRAFT = re.compile(rf"({'|'.join(Draft)})-draft-[0-9a-f]{{16}}\.{_WRITER}")
 _VOID = re.compile(rf"void-{_NUMBER}-([0-9a-f]{{16}})-{_NUMBER}-{_NUMBER}\.{_WRITER}")
 
 
@@ -56,6 +71,14 @@ class VoidName:
     """A mark in the job's directory."""
 
     generation: Generation
+    writer: Owner
+
+
+@dataclass(frozen=True, slots=True)
+class DraftName:
+    """A small file that is not in force yet."""
+
+    kind: Draft
     writer: Owner
 
 
@@ -111,14 +134,48 @@ def parse_fence_name(name: str) -> Fence | None:
     return fence if in_range and not (match[3] and fence.step == 0) else None
 
 
+def record_name(generation: Generation) -> str:
+    return f"record-{_generation_text(generation)}"
+
+
+def parse_record_name(name: str) -> Generation | None:
+    match = _RECORD.fullmatch(name)
+    return None if match is None else _generation(*match.groups())
+
+
+def draft_name(kind: Draft, writer: Owner, random64: int) -> str:
+    return f"{kind}-draft-{_within(random64, _U64, 'random64'):016x}.{_writer_text(writer)}"
+
+
+def parse_draft_name(name: str) -> DraftName | None:
+    match = _DRAFT.fullmatch(name)
+    if match is None:
+        return None
+    writer = _writer(match.groups()[1:])
+    return None if writer is None else DraftName(Draft(match[1]), writer)
+
+
 def fence_draft_name(writer: Owner, random64: int) -> str:
-    return f"fence-draft-{_within(random64, _U64, 'random64'):016x}.{_writer_text(writer)}"
+    return draft_name(Draft.FENCE, writer, random64)
 
 
 def parse_fence_draft_name(name: str) -> Owner | None:
     """The writer of a fence that is not in force yet."""
-    match = _FENCE_DRAFT.fullmatch(name)
-    return None if match is None else _writer(match.groups())
+    draft = parse_draft_name(name)
+    return draft.writer if draft is not None and draft.kind is Draft.FENCE else None
+
+
+def is_plain_name(name: str) -> bool:
+    """Of a file that a part of flashckpt names itself; such a name never comes from outside."""
+    return _PLAIN.fullmatch(name) is not None and "-draft-" not in name
+
+
+def check_plain_name(name: str) -> str:
+    if not is_plain_name(name):
+        raise ConfigError(
+            f"file name: expected {_PLAIN.pattern} and no draft's, found {name!r}", field="name", value=name
+        )
+    return name
 
 
 def void_name(generation: Generation, writer: Owner) -> str:

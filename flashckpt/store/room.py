@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flashckpt.errors import NoSpaceError
+from flashckpt.errors import FlashError, NoSpaceError
 from flashckpt.failpoints import failpoint
 from flashckpt.store.mounts import Mount, read_mounts
 
@@ -158,6 +158,14 @@ def no_space(need_bytes: int, room: Room, reason: str, path: str) -> NoSpaceErro
         need_bytes=need_bytes,
         room=room,
     )
+
+
+def raise_if_full(error: OSError, need_bytes: int, room_reader: Callable[[], Room], path: str) -> None:
+    """NoSpaceError with the figures, where that is what the error is about."""
+    if isinstance(error, FlashError) or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
+        return
+    room = room_reader()
+    raise no_space(need_bytes, room, f"{os.strerror(error.errno)}: {describe(need_bytes, room)}", path) from error
 
 
 def allocate(

@@ -9,41 +9,39 @@ changes it in one step, and of two that try the same rename the second gets ENOE
 writer stands in the name: a slot goes to another process only when that writer is known to have exited.
 Threads of one process may use one store: the same renames decide between them.
 
+Where an agent owns the slots, it grants and releases, and a trainer attaches instead of claiming: the same
+renames, into and out of the trainer's name. Only the agent may call what says so.
+
 Failpoints, in the order of a slot's life:
 `after_create` (new file, empty) or `after_take` (out of the pool) · `before_allocate` · `mid_allocate`
 (between two steps) · `after_allocate` · `after_map` · `after_invalidate` (the old preamble is gone) ·
 `after_claim` · `before_abandon` · `after_abandon` · `before_rename_sealed` · `after_rename_sealed` ·
 `before_release` · `mid_release` (out of sealed/, the preamble still whole) · `after_zero_released` ·
 `after_release` · `before_quarantine` · `after_quarantine` · `mid_reclaim` · `before_fence` · `mid_fence` ·
-`after_fence`.
+`after_fence`. Those of what only agents do are named in grants.py, session.py and records.py.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import mmap
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from flashckpt.errors import (
-    ClosedError,
-    ConfigError,
-    ConflictError,
-    FlashError,
-    NotFoundError,
-)
+from flashckpt.errors import ConfigError, ConflictError, FlashError
 from flashckpt.failpoints import failpoint
-from flashckpt.store import audit, fence, voids
+from flashckpt.store import audit, voids
 from flashckpt.store.audit import StoreStatus
-from flashckpt.store.directory import Directory, State, open_directory
+from flashckpt.store.directory import Directory, Place, State, open_directory
+from flashckpt.store.grants import Grants
+from flashckpt.store.handles import Reclaimed, Sealed, Slot, SlotFile, shard_gone
+from flashckpt.store.job_files import JobFiles
 from flashckpt.store.mounts import huge_page_bytes
 from flashckpt.store.names import (
-    parse_fence_draft_name,
+    parse_draft_name,
     parse_sealed_name,
     parse_slot_name,
-    sealed_name,
     sealed_prefix,
     slot_name,
 )
@@ -56,85 +54,28 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-    from flashckpt.types import Fence, Generation, ShardId
+    from flashckpt.types import ShardId
 
-__all__ = ["Reclaimed", "Sealed", "Slot", "SlotStore", "StoreStatus"]
+__all__ = ["Reclaimed", "Sealed", "Slot", "SlotFile", "SlotStore", "StoreStatus"]
 
 _log = logging.getLogger(__name__)
 _QUARANTINED_FILES = 2
 _MAX_REMEMBERED_NAMES = 1000
 
-_forks = 0
 
-
-def _count_fork() -> None:
-    global _forks
-    _forks += 1
-
-
-# A child in a new pid namespace can have its parent's pid, so that comparing pids is not enough.
-os.register_at_fork(after_in_child=_count_fork)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Slot:
-    """Memory to write one shard into, until it is sealed or abandoned."""
-
-    slot_id: int
-    size_bytes: int
-    view: memoryview  # of the whole mapping, writable; released by seal() and abandon()
-
-
-@dataclass(frozen=True, slots=True)
-class Sealed:
-    """A shard in the memory directory, known by its name alone."""
-
-    shard: ShardId
-    tag: int
-    slot_id: int
-    writer: Owner
-    _directory: Directory = field(repr=False, compare=False)
-
-    @property
-    def name(self) -> str:
-        return sealed_name(self.shard, self.tag, self.slot_id, self.writer)
-
-    @property
-    def size_bytes(self) -> int:
-        """Of the file, asked when read. NotFoundError where it has gone."""
-        found = self._directory.stat(State.SEALED, self.name)
-        if found is None:
-            raise _shard_gone(self)
-        return found.st_size
-
-
-@dataclass(frozen=True, slots=True)
-class Reclaimed:
-    """What reclaim() found left behind."""
-
-    files: int = 0  # slots that dead writers were filling: back in the pool
-    bytes: int = 0
-    dropped_files: int = 0  # slots of another boot, drafts and marks of dead writers: unlinked
-    dropped_bytes: int = 0
-
-
-class SlotStore:
+class SlotStore(JobFiles):
     """One process's hand on the memory directory of one job."""
 
     def __init__(self, directory: Directory, *, budget_bytes: int | None, threads: int) -> None:
         """Use SlotStore.open()."""
-        self.path = directory.path
-        self.huge_page_bytes = huge_page_bytes(directory.mount, directory.fd)
-        self._directory = directory
-        self._owner = Owner.current()
-        self._process = (os.getpid(), _forks)
-        self._closed = False
-        self._room = RoomReader(
+        room = RoomReader(
             directory.fd,
             directory.mount,
             budget_bytes=budget_bytes,
             used_bytes=lambda: audit.slot_bytes(directory),
         )
+        super().__init__(directory, room)
+        self.huge_page_bytes = huge_page_bytes(directory.mount, directory.fd)
         self._supply = Supply(
             directory,
             self._owner,
@@ -143,8 +84,9 @@ class SlotStore:
             threads=threads,
             on_foreign_name=self._note_foreign,
         )
+        self._grants = Grants(directory, self._owner, self._supply)
         self.granule_bytes = self._supply.granule_bytes
-        self._writing: dict[int, Slot] = {}
+        self._writing: dict[int, Slot | SlotFile] = {}
         self._foreign_names: set[tuple[State, str]] = set()
 
     @staticmethod
@@ -187,7 +129,7 @@ class SlotStore:
         if self._closed:
             return
         try:
-            if self._process == (os.getpid(), _forks):
+            if self._is_our_process():
                 for slot in list(self._writing.values()):
                     self.abandon(slot)
                 if remove_pool:
@@ -196,6 +138,9 @@ class SlotStore:
             _log.warning("slot store %s: free slots were left behind: %s", self.path, error)
         finally:
             self._closed = True
+            for slot in self._writing.values():
+                if isinstance(slot, SlotFile):
+                    slot.close()
             self._writing.clear()
             self._supply.drop_all_mappings()
             self._directory.close()
@@ -208,14 +153,7 @@ class SlotStore:
         An own free slot of that size costs a rename. Else one is resized: an own one, or the closest whose
         last writer has exited; else a file is made. Free slots are given up before NoSpaceError is raised.
         """
-        self._check_usable()
-        if size_bytes <= 0 or size_bytes % self.granule_bytes:
-            raise ConfigError(
-                f"slot of {size_bytes} bytes: expected a positive multiple of {self.granule_bytes}",
-                hint="round up to granule_bytes",
-            )
-        self._directory.check_still_ours()
-        self._supply.forget_unlinked()
+        self._begin_claim(size_bytes)
         taken = self._supply.take(size_bytes)
         try:
             mapping = self._supply.fit(taken.slot_id, size_bytes)
@@ -229,6 +167,29 @@ class SlotStore:
         self._writing[taken.slot_id] = slot
         return slot
 
+    def claim_file(self, size_bytes: int) -> SlotFile:
+        """As claim(), but for writing through a descriptor: nothing is mapped, so this process stays small.
+
+        Of any size, since a replica is as long as its shard; on hugetlbfs still of whole pages.
+        """
+        paged = self._directory.mount.fs_type == "hugetlbfs"
+        self._begin_claim(size_bytes, multiple_bytes=self.granule_bytes if paged else 1)
+        taken = self._supply.take(size_bytes, unmapped=True)
+        fd = -1
+        try:
+            fd = self._supply.fit_file(taken.slot_id, size_bytes)
+            failpoint("after_claim")
+        except BaseException as error:
+            if fd >= 0:
+                os.close(fd)
+            self._supply.put_back(taken)
+            if isinstance(error, OSError):
+                self._supply.raise_if_full(error, size_bytes)
+            raise
+        slot = SlotFile(taken.slot_id, size_bytes, fd, page_bytes=self.huge_page_bytes if paged else 0)
+        self._writing[taken.slot_id] = slot
+        return slot
+
     def prepare(self, size_bytes: int, count: int) -> None:
         """Does the slow part of `count` claims ahead: as many own slots of that size lie ready afterwards."""
         slots: list[Slot] = []
@@ -238,7 +199,7 @@ class SlotStore:
             for slot in slots:
                 self.abandon(slot)
 
-    def seal(self, slot: Slot, shard: ShardId, tag: int = 0) -> Sealed:
+    def seal(self, slot: Slot | SlotFile, shard: ShardId, tag: int = 0) -> Sealed:
         """Makes the slot a shard. ConflictError, and the slot stays as it was, where the shard exists.
 
         `tag` is the caller's, and travels in the name.
@@ -263,7 +224,7 @@ class SlotStore:
         failpoint("after_rename_sealed")
         return sealed
 
-    def abandon(self, slot: Slot) -> None:
+    def abandon(self, slot: Slot | SlotFile) -> None:
         """Back into the pool, whatever was written."""
         self._check_usable()
         self._check_writing(slot)
@@ -272,13 +233,14 @@ class SlotStore:
             self._supply.put_back(Taken(slot.slot_id, self._owner))
         failpoint("after_abandon")
 
-    def release(self, sealed: Sealed) -> bool:
+    def release(self, sealed: Sealed, *, of_others: bool = False) -> bool:
         """Frees a shard's slot: an own one, or one whose writer has exited.
 
-        False where the writer is another live process, or the shard has gone already.
+        False where the writer is another live process, or the shard has gone already. With `of_others` (agents
+        only) a live trainer's goes as well: into the pool under its name, where only grant() to it finds it.
         """
         self._check_usable()
-        if sealed.writer != self._owner and not is_dead(sealed.writer):
+        if not of_others and sealed.writer != self._owner and not is_dead(sealed.writer):
             return False
         failpoint("before_release")
         # By way of writing/, under our name: nobody can take it out of the pool while it still has a valid
@@ -291,8 +253,9 @@ class SlotStore:
             self._supply.erase_preamble(sealed.slot_id)
             failpoint("after_zero_released")
         finally:
-            # A dead writer's slot keeps its name, so that every process may claim it: we only wrote through
-            # a descriptor that is closed again. With an error too: claim() erases once more.
+            # It keeps its writer's name: that one may have it mapped or, if it is dead, every process may
+            # claim it. We only wrote through a descriptor that is closed again. With an error too: claim(),
+            # grant() and attach() erase once more.
             pool_name = slot_name(sealed.slot_id, sealed.writer)
             self._directory.move(State.WRITING, writing_name, State.POOL, pool_name)
         failpoint("after_release")
@@ -331,11 +294,11 @@ class SlotStore:
                 files += 1
                 size_bytes += found.st_size
             failpoint("mid_reclaim")
-        for state, name, writer in self._droppable():
-            if writer.boot_id8 == boot_id8 and (state is not None or not self._is_dead(writer, dead)):
+        for place, name, writer in self._droppable():
+            if writer.boot_id8 == boot_id8 and (isinstance(place, State) or not self._is_dead(writer, dead)):
                 continue
-            found = self._directory.stat(state, name)
-            if found is not None and self._directory.remove(state, name):
+            found = self._directory.stat(place, name)
+            if found is not None and self._directory.remove(place, name):
                 dropped_files += 1
                 dropped_bytes += found.st_size
         dropped_files += voids.drop_stale(self._directory, lambda writer: self._is_dead(writer, dead))
@@ -345,6 +308,78 @@ class SlotStore:
         """Gives memory back: unlinks free slots that exited processes left and nobody claimed. Returns how many."""
         self._check_usable()
         return self._supply.remove_free(own=False)
+
+    # -- slots of an agent --------------------------------------------------------------------------------
+
+    def grant(self, size_bytes: int, to: Owner) -> int:
+        """Agents only: the id of a slot of exactly that size, in memory, that `to` may attach().
+
+        One that `to` wrote last costs a rename, and `to` has it mapped. Else one whose last writer has exited, or
+        one of the agent's own, is resized; else a file is made. The agent maps none of them. Free slots, also
+        those of `to` with other sizes, are given up before NoSpaceError is raised.
+        """
+        self._begin_claim(size_bytes)
+        return self._grants.grant(size_bytes, to)
+
+    def withdraw(self, slot_id: int, to: Owner) -> bool:
+        """Agents only: takes a grant back that `to` has not heard of. False where there is none."""
+        self._check_usable()
+        return self._grants.withdraw(slot_id, to)
+
+    def prepare_for(self, size_bytes: int, count: int, to: Owner) -> None:
+        """Agents only: afterwards as many free slots of that size lie ready for `to`."""
+        granted: list[int] = []
+        try:
+            granted.extend(self.grant(size_bytes, to) for _ in range(count))
+        finally:
+            for slot_id in granted:
+                self.withdraw(slot_id, to)
+
+    def attach(self, slot_id: int, size_bytes: int) -> Slot:
+        """Trainers: the slot that the agent granted to this process, mapped. From then on as if it were claimed.
+
+        Where this process wrote it before, the mapping is still there and nothing is faulted in.
+        """
+        self._check_usable()
+        self._directory.check_still_ours()
+        if slot_id in self._writing:
+            raise ConflictError(
+                f"slot {slot_id:016x} in {self.path}: expected one to attach, found it being written already",
+                hint="the agent granted it twice, or an answer of it was used twice",
+                slot_id=slot_id,
+            )
+        self._supply.forget_unlinked()
+        try:
+            mapping = self._supply.attach(slot_id, size_bytes)
+            failpoint("after_attach")
+        except BaseException as error:
+            self._supply.put_back(Taken(slot_id, self._owner))
+            if isinstance(error, OSError):
+                self._supply.raise_if_full(error, size_bytes)
+            raise
+        slot = Slot(slot_id, size_bytes, mapping.view())
+        self._writing[slot_id] = slot
+        return slot
+
+    def return_orphans(self, owner: Owner) -> int:
+        """Frees what was granted to `owner` without its hearing of it, as when the agent died before it could
+        answer. Returns how many.
+
+        For the agent, when it knows that `owner` writes into no slot, or for `owner` itself, while it awaits no
+        answer: what this store is writing stays.
+        """
+        self._check_usable()
+        returned = 0
+        for name in self._directory.names(State.WRITING):
+            parsed = parse_slot_name(name)
+            if parsed is not None and parsed.writer == owner and not self._holds(parsed.slot_id, owner):
+                returned += self._directory.move(State.WRITING, name, State.POOL, name)
+        return returned
+
+    def forget_unlinked(self) -> None:
+        """Trainers: lets go of the memory of slots that the agent gave up; it is asked for when memory is short."""
+        self._check_usable()
+        self._supply.forget_unlinked()
 
     # -- shards -------------------------------------------------------------------------------------------
 
@@ -360,45 +395,24 @@ class SlotStore:
             found.append(Sealed(parsed.shard, parsed.tag, parsed.slot_id, parsed.writer, self._directory))
         return tuple(found)
 
+    def find(self, shard: ShardId) -> Sealed | None:
+        """None where it does not lie here."""
+        return next((sealed for sealed in self.scan() if sealed.shard == shard), None)
+
     def open_shard(self, sealed: Sealed) -> int:
         """A descriptor for reading, the caller's to close. The file may be recycled while it is read."""
         self._check_usable()
         try:
             return self._directory.open_file(State.SEALED, sealed.name)
         except FileNotFoundError as error:
-            raise _shard_gone(sealed) from error
-
-    # -- fence and marks ----------------------------------------------------------------------------------
-
-    def read_fence(self) -> Fence | None:
-        self._check_usable()
-        return fence.read_fence(self._directory)
-
-    def write_fence(self, new: Fence) -> Fence:
-        """Adopts the fence where it is newer (see fence.py); returns the one in force."""
-        self._check_usable()
-        self._directory.check_still_ours()
-        try:
-            return fence.write_fence(self._directory, new, self._owner)
-        except OSError as error:
-            self._supply.raise_if_full(error, mmap.PAGESIZE)
-            raise
+            raise shard_gone(sealed) from error
 
     def highest_epoch(self) -> int:
         """That the fence or any shard here knows of; 0 if none."""
         in_force = self.read_fence()
         fenced = 0 if in_force is None else in_force.epoch
+        fenced = max([fenced, *(record.generation.epoch for record in self.read_records())])
         return max([fenced, *(sealed.shard.generation.epoch for sealed in self.scan())])
-
-    def mark_void(self, generation: Generation) -> None:
-        """Tells the other processes here that this one will not complete the generation."""
-        self._check_usable()
-        voids.mark_void(self._directory, generation, self._owner)
-
-    def voids(self) -> frozenset[Generation]:
-        """The generations that somebody will not complete."""
-        self._check_usable()
-        return voids.read_voids(self._directory)
 
     # -- looking at it ------------------------------------------------------------------------------------
 
@@ -441,16 +455,21 @@ class SlotStore:
 
     # -- inside -------------------------------------------------------------------------------------------
 
-    def _check_usable(self) -> None:
-        if self._closed:
-            raise ClosedError(f"slot store {self.path}: used after close()")
-        if self._process != (os.getpid(), _forks):
-            raise ConflictError(
-                f"slot store {self.path}: opened by process {self._process[0]}, used by its fork {os.getpid()}",
-                hint="a fork must not write into its parent's slots: open a store of its own in the child",
+    def _begin_claim(self, size_bytes: int, *, multiple_bytes: int | None = None) -> None:
+        self._check_usable()
+        multiple = self.granule_bytes if multiple_bytes is None else multiple_bytes
+        if size_bytes <= 0 or size_bytes % multiple:
+            raise ConfigError(
+                f"slot of {size_bytes} bytes: expected a positive multiple of {multiple}",
+                hint="round up to granule_bytes",
             )
+        self._directory.check_still_ours()
+        self._supply.forget_unlinked()
 
-    def _check_writing(self, slot: Slot) -> None:
+    def _holds(self, slot_id: int, owner: Owner) -> bool:
+        return owner == self._owner and slot_id in self._writing
+
+    def _check_writing(self, slot: Slot | SlotFile) -> None:
         if self._writing.get(slot.slot_id) is not slot:
             raise ConflictError(
                 f"slot {slot.slot_id:016x} in {self.path}: expected one that is being written, "
@@ -459,7 +478,7 @@ class SlotStore:
             )
 
     @contextlib.contextmanager
-    def _leaving(self, slot: Slot) -> Iterator[None]:
+    def _leaving(self, slot: Slot | SlotFile) -> Iterator[None]:
         """Gives up the slot, unless the block raises.
 
         Before its rename and not after: another thread may have claimed it again by then.
@@ -470,9 +489,7 @@ class SlotStore:
         except BaseException:
             self._writing[slot.slot_id] = slot
             raise
-        # Whoever made arrays over it keeps them; the mapping then stays, and is not resized under them.
-        with contextlib.suppress(BufferError):
-            slot.view.release()
+        slot.let_go()
 
     def _check_only(self, sealed: Sealed) -> None:
         prefix = sealed_prefix(sealed.shard)
@@ -494,9 +511,9 @@ class SlotStore:
             known[owner] = owner != self._owner and is_dead(owner)
         return known[owner]
 
-    def _droppable(self) -> list[tuple[State | None, str, Owner]]:
-        """What is not worth keeping beyond a reboot, and drafts of fences."""
-        found: list[tuple[State | None, str, Owner]] = []
+    def _droppable(self) -> list[tuple[Place, str, Owner]]:
+        """What is not worth keeping beyond a reboot, and drafts of small files."""
+        found: list[tuple[Place, str, Owner]] = []
         for name in self._directory.names(State.POOL):
             slot = parse_slot_name(name)
             if slot is not None:
@@ -505,21 +522,13 @@ class SlotStore:
             sealed = parse_sealed_name(name)
             if sealed is not None:
                 found.append((State.QUARANTINE, name, sealed.writer))
-        for name in self._directory.names(None):
-            writer = parse_fence_draft_name(name)
-            if writer is not None:
-                found.append((None, name, writer))
+        for place, name in audit.small_file_names(self._directory):
+            draft = parse_draft_name(name)
+            if draft is not None:
+                found.append((place, name, draft.writer))
         return found
 
     def _note_foreign(self, state: State, name: str) -> None:
         if (state, name) not in self._foreign_names and len(self._foreign_names) < _MAX_REMEMBERED_NAMES:
             self._foreign_names.add((state, name))
             _log.warning("%s/%s: %r is not a name of flashckpt; ignored", self.path, state, name)
-
-
-def _shard_gone(sealed: Sealed) -> NotFoundError:
-    return NotFoundError(
-        f"{sealed.shard}: expected the file {sealed.name}, found none",
-        hint="it was released or quarantined meanwhile; scan again",
-        shard=sealed.shard,
-    )

@@ -7,21 +7,20 @@ alike; only then its mapping in this process is touched.
 from __future__ import annotations
 
 import enum
-import errno
-import mmap
 import os
 import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flashckpt import native
-from flashckpt.errors import FlashError, NoSpaceError, UnsafeDirectoryError
+from flashckpt.errors import NoSpaceError, NotFoundError, UnsafeDirectoryError
 from flashckpt.failpoints import failpoint
 from flashckpt.store.directory import Directory, State
+from flashckpt.store.handles import write_pages
 from flashckpt.store.mapping import Mapping
 from flashckpt.store.names import parse_slot_name, slot_name
 from flashckpt.store.owner import Owner, is_dead
-from flashckpt.store.room import Room, allocate, describe, no_space
+from flashckpt.store.room import Room, allocate, format_bytes, raise_if_full
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,12 +42,13 @@ class Taken:
 
 
 @dataclass(frozen=True, slots=True)
-class _Candidate:
-    """A free slot that may be taken."""
+class Free:
+    """A slot in the pool."""
 
     slot_id: int
     writer: Owner
     size_bytes: int
+    has_holes: bool
 
     @property
     def name(self) -> str:
@@ -83,10 +83,10 @@ class Supply:
         self._on_foreign_name = on_foreign_name
         self._mappings: dict[int, Mapping] = {}
 
-    def take(self, size_bytes: int) -> Taken:
-        """The best free slot, of whatever size, or a new file."""
+    def take(self, size_bytes: int, *, unmapped: bool = False) -> Taken:
+        """The best free slot, of whatever size, or a new file. `unmapped`: one that this process has not mapped."""
 
-        def preference(candidate: _Candidate) -> tuple[bool, bool, int]:
+        def preference(candidate: Free) -> tuple[bool, bool, int]:
             own = candidate.writer == self._owner
             exact = candidate.size_bytes == size_bytes
             return not (own and exact), not own, abs(candidate.size_bytes - size_bytes)
@@ -94,7 +94,8 @@ class Supply:
         for _ in range(_LOOKS):
             candidates, raced = self._claimable()
             for candidate in sorted(candidates, key=preference):
-                outcome = self._take_from_pool(candidate, keep_mapping=candidate.size_bytes == size_bytes)
+                keep = candidate.size_bytes == size_bytes and not unmapped
+                outcome = self._take_from_pool(candidate, keep_mapping=keep)
                 if outcome is _Outcome.TAKEN:
                     taken = Taken(candidate.slot_id, candidate.writer)
                     self._pass_failpoint("after_take", taken)
@@ -113,33 +114,61 @@ class Supply:
 
     def fit(self, slot_id: int, size_bytes: int) -> Mapping:
         """Gives a taken slot exactly that size, memory, a mapping and an empty preamble."""
-        try:
-            fd = self._directory.open_file(State.WRITING, self._name(slot_id), write=True)
-        except FileNotFoundError as error:
-            raise self.vanished(slot_id) from error
+        fd = self._open_taken(slot_id)
         try:
             found = os.fstat(fd)
-            mapping = self._mappings.get(slot_id)
-            if mapping is not None and mapping.fits(found, size_bytes) and not self._has_holes(found):
-                os.close(fd)
-                _zero(mapping)
-                failpoint("after_invalidate")
-                return mapping
-            # Else another store of this process resized the file: nobody may use the old mapping again.
-            self.drop_mapping(slot_id)
-            self._resize(fd, found, size_bytes, slot_id)
-            mapping = Mapping(fd, size_bytes, huge_pages=self._huge_page_bytes > 0)
+            mapping = self._fitting(slot_id, found, size_bytes)
+            if mapping is None:
+                # Another store of this process may have resized the file: nobody may use the old mapping again.
+                self.drop_mapping(slot_id)
+                self._resize(fd, found, size_bytes, slot_id, spare=None)
         except BaseException:
             os.close(fd)
             raise
-        self._mappings[slot_id] = mapping
-        failpoint("after_map")
-        # IMPORTANT: before anything else is written, so that no crash leaves an old preamble over new bytes.
-        _zero(mapping)
-        failpoint("after_invalidate")
-        with mapping.view() as view:
-            native.prefault(view, self._threads)
-        return mapping
+        return self._ready(fd, slot_id, size_bytes, mapping)
+
+    def fit_file(self, slot_id: int, size_bytes: int, *, spare: Owner | None = None) -> int:
+        """As fit(), but a descriptor and no mapping. `spare`: whose free slots may be given up for it too."""
+        fd = self._open_taken(slot_id)
+        try:
+            self.drop_mapping(slot_id)
+            self._resize(fd, os.fstat(fd), size_bytes, slot_id, spare=spare)
+            self._erase(fd)
+            failpoint("after_invalidate")
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def attach(self, slot_id: int, size_bytes: int) -> Mapping:
+        """Maps a slot that was granted to this process, and empties its preamble. Its size is never changed."""
+        try:
+            fd = self._directory.open_file(State.WRITING, self._name(slot_id), write=True)
+        except FileNotFoundError as error:
+            raise NotFoundError(
+                f"{self._directory.path / State.WRITING}: expected slot {slot_id:016x} as it was granted, found none",
+                hint="the agent was restarted or took it back: ask it for another one",
+                path=str(self._directory.path),
+                slot_id=slot_id,
+            ) from error
+        try:
+            found = os.fstat(fd)
+            if found.st_size != size_bytes or self.has_holes(found):
+                raise UnsafeDirectoryError(
+                    f"{self._directory.path / State.WRITING}: expected slot {slot_id:016x} as it was granted, "
+                    f"{format_bytes(size_bytes)} with memory behind all of it, "
+                    f"found {found.st_size} bytes in {found.st_blocks} blocks",
+                    hint="somebody else changes the memory directory: only flashckpt may",
+                    path=str(self._directory.path),
+                    slot_id=slot_id,
+                )
+            mapping = self._fitting(slot_id, found, size_bytes)
+            if mapping is None:
+                self.drop_mapping(slot_id)
+        except BaseException:
+            os.close(fd)
+            raise
+        return self._ready(fd, slot_id, size_bytes, mapping)
 
     def put_back(self, taken: Taken) -> None:
         """Undoes take(): a new file goes, another slot returns to the pool."""
@@ -148,7 +177,7 @@ class Supply:
             self.drop_mapping(taken.slot_id)
             self._directory.remove(State.WRITING, name)
             return
-        # What we never mapped we never wrote: others may go on claiming it as the dead writer's.
+        # What we have not mapped we can't write any more: others may go on claiming it as the dead writer's.
         ours = taken.slot_id in self._mappings
         writer = self._owner if ours else taken.last_writer
         if not self._directory.move(State.WRITING, name, State.POOL, slot_name(taken.slot_id, writer)):
@@ -158,18 +187,7 @@ class Supply:
         """Makes a taken slot's file no shard any more."""
         fd = self._directory.open_file(State.WRITING, self._name(slot_id), write=True)
         try:
-            found = os.fstat(fd)
-            mapping = self._mappings.get(slot_id)
-            if found.st_size < _PREAMBLE_BYTES:
-                return
-            if mapping is not None and mapping.fits(found, mapping.size_bytes):
-                _zero(mapping)
-            elif self._directory.mount.fs_type == "hugetlbfs":
-                # It knows no write(). A file that has a size has a whole first page.
-                with mmap.mmap(fd, self._huge_page_bytes) as page:
-                    page[:_PREAMBLE_BYTES] = bytes(_PREAMBLE_BYTES)
-            else:
-                os.pwrite(fd, bytes(_PREAMBLE_BYTES), 0)
+            self._erase(fd)
         finally:
             os.close(fd)
 
@@ -205,11 +223,38 @@ class Supply:
 
     def raise_if_full(self, error: OSError, need_bytes: int) -> None:
         """NoSpaceError with the figures, where that is what the error is about."""
-        if isinstance(error, FlashError) or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
-            return
-        room = self._room()
-        reason = f"{os.strerror(error.errno)}: {describe(need_bytes, room)}"
-        raise no_space(need_bytes, room, reason, str(self._directory.path)) from error
+        raise_if_full(error, need_bytes, self._room, str(self._directory.path))
+
+    def free_slots(self, wanted: Callable[[Owner], bool]) -> tuple[list[Free], bool]:
+        """Those in the pool whose last writer is wanted; and whether one went meanwhile."""
+        raced = False
+        found = []
+        for name in self._directory.names(State.POOL):
+            parsed = parse_slot_name(name)
+            if parsed is None:
+                self._on_foreign_name(State.POOL, name)
+                continue
+            if not wanted(parsed.writer):
+                continue
+            status = self._directory.stat(State.POOL, name)
+            if status is None:
+                raced = True
+            else:
+                found.append(Free(parsed.slot_id, parsed.writer, status.st_size, self.has_holes(status)))
+        return found, raced
+
+    def unlink_one(self, writer: Owner) -> bool:
+        """Gives up the largest free slot of a live process; False where there is none.
+
+        Its mapping keeps its pages until it notices (forget_unlinked), but it can't be cut short under it.
+        """
+        free, _ = self.free_slots(writer.__eq__)
+        free.sort(key=lambda one: -one.size_bytes)
+        return any(self._directory.remove(State.POOL, one.name) for one in free)
+
+    def has_holes(self, found: os.stat_result) -> bool:
+        # A hole would be a SIGBUS once the filesystem is full. ramfs does not count blocks, nor fill up.
+        return self._directory.mount.fs_type != "ramfs" and found.st_blocks * 512 < found.st_size
 
     def _name(self, slot_id: int) -> str:
         return slot_name(slot_id, self._owner)
@@ -221,28 +266,61 @@ class Supply:
             self.put_back(taken)
             raise
 
-    def _claimable(self) -> tuple[list[_Candidate], bool]:
+    def _claimable(self) -> tuple[list[Free], bool]:
         """Free slots of this process and of processes that have exited; and whether one went meanwhile."""
-        raced = False
-        dead: dict[Owner, bool] = {self._owner: True}
-        candidates = []
-        for name in self._directory.names(State.POOL):
-            parsed = parse_slot_name(name)
-            if parsed is None:
-                self._on_foreign_name(State.POOL, name)
-                continue
-            if parsed.writer not in dead:
-                dead[parsed.writer] = is_dead(parsed.writer)
-            if not dead[parsed.writer]:
-                continue  # it may have the slot mapped still, and wake up
-            found = self._directory.stat(State.POOL, name)
-            if found is None:
-                raced = True
-            else:
-                candidates.append(_Candidate(parsed.slot_id, parsed.writer, found.st_size))
-        return candidates, raced
+        known: dict[Owner, bool] = {self._owner: True}
 
-    def _take_from_pool(self, candidate: _Candidate, *, keep_mapping: bool) -> _Outcome:
+        def may_be_taken(writer: Owner) -> bool:
+            # A live process may have the slot mapped still, and wake up.
+            if writer not in known:
+                known[writer] = is_dead(writer)
+            return known[writer]
+
+        return self.free_slots(may_be_taken)
+
+    def _open_taken(self, slot_id: int) -> int:
+        try:
+            return self._directory.open_file(State.WRITING, self._name(slot_id), write=True)
+        except FileNotFoundError as error:
+            raise self.vanished(slot_id) from error
+
+    def _fitting(self, slot_id: int, found: os.stat_result, size_bytes: int) -> Mapping | None:
+        mapping = self._mappings.get(slot_id)
+        if mapping is None or not mapping.fits(found, size_bytes) or self.has_holes(found):
+            return None
+        return mapping
+
+    def _ready(self, fd: int, slot_id: int, size_bytes: int, mapping: Mapping | None) -> Mapping:
+        """Takes the descriptor over."""
+        if mapping is not None:
+            os.close(fd)
+            _zero(mapping)
+            failpoint("after_invalidate")
+            return mapping
+        try:
+            mapping = Mapping(fd, size_bytes, huge_pages=self._huge_page_bytes > 0)
+        except BaseException:
+            os.close(fd)
+            raise
+        self._mappings[slot_id] = mapping
+        failpoint("after_map")
+        # IMPORTANT: before anything else is written, so that no crash leaves an old preamble over new bytes.
+        _zero(mapping)
+        failpoint("after_invalidate")
+        with mapping.view() as view:
+            native.prefault(view, self._threads)
+        return mapping
+
+    def _erase(self, fd: int) -> None:
+        if os.fstat(fd).st_size < _PREAMBLE_BYTES:
+            return
+        if self._directory.mount.fs_type == "hugetlbfs":
+            # It knows no write(). A file that has a size has a whole first page.
+            write_pages(fd, 0, memoryview(bytes(_PREAMBLE_BYTES)), self._huge_page_bytes)
+        else:
+            os.pwrite(fd, bytes(_PREAMBLE_BYTES), 0)
+
+    def _take_from_pool(self, candidate: Free, *, keep_mapping: bool) -> _Outcome:
         writing_name = self._name(candidate.slot_id)
         if not self._directory.move(State.POOL, candidate.name, State.WRITING, writing_name):
             return _Outcome.GONE
@@ -256,16 +334,16 @@ class Supply:
         self._directory.move(State.WRITING, writing_name, State.POOL, candidate.name)
         return _Outcome.IN_USE
 
-    def _resize(self, fd: int, found: os.stat_result, size_bytes: int, slot_id: int) -> None:
+    def _resize(self, fd: int, found: os.stat_result, size_bytes: int, slot_id: int, *, spare: Owner | None) -> None:
         if found.st_size > size_bytes:
             os.ftruncate(fd, size_bytes)
-        start = 0 if self._has_holes(found) else min(found.st_size, size_bytes)
+        start = 0 if self.has_holes(found) else min(found.st_size, size_bytes)
         path = str(self._directory.path / State.WRITING / self._name(slot_id))
         while start < size_bytes:
             try:
                 allocate(fd, start, size_bytes - start, self._room, granule_bytes=self.granule_bytes, path=path)
             except NoSpaceError:
-                if not self._give_up_one():
+                if not self._give_up_one() and (spare is None or not self.unlink_one(spare)):
                     raise
             else:
                 return
@@ -273,7 +351,7 @@ class Supply:
     def _give_up_one(self) -> bool:
         """Unlinks a free slot to make room; False where there is none."""
 
-        def preference(candidate: _Candidate) -> tuple[bool, int]:
+        def preference(candidate: Free) -> tuple[bool, int]:
             return candidate.writer == self._owner, -candidate.size_bytes
 
         candidates, _ = self._claimable()
@@ -282,10 +360,6 @@ class Supply:
                 self._directory.remove(State.WRITING, self._name(candidate.slot_id))
                 return True
         return False
-
-    def _has_holes(self, found: os.stat_result) -> bool:
-        # A hole would be a SIGBUS once the filesystem is full. ramfs does not count blocks, nor fill up.
-        return self._directory.mount.fs_type != "ramfs" and found.st_blocks * 512 < found.st_size
 
 
 def _zero(mapping: Mapping) -> None:

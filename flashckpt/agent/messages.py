@@ -1,0 +1,304 @@
+"""What goes into the agent's core (events) and what comes out of it (effects). Plain values, no behaviour."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from flashckpt.types import Fence, Generation, Held, Launch, Level, Record, Session, ShardId
+    from flashckpt.wire import Answer, Body, Envelope, PutHave, PutOpen, PutRefused
+
+# --- events: from this node
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The agent looked at what lies in its directory."""
+
+    held: tuple[Held, ...]
+    fence: Fence | None
+    records: tuple[Record, ...]
+    session: Session | None
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """Trainers of this node began, or go on with, a launch."""
+
+    session: Session
+
+
+@dataclass(frozen=True, slots=True)
+class FencePut:
+    """A load of this launch ended: what lies above is dead, and `base` was loaded."""
+
+    launch: Launch
+    fence: Fence
+    base: Generation | None
+
+
+@dataclass(frozen=True, slots=True)
+class SlotWanted:
+    """A rank asks for a slot to write `shard` into."""
+
+    request_id: int
+    lease_id: int
+    shard: ShardId
+    may_wait: bool
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class WantDropped:
+    """Whoever asked does not wait any longer, or what was granted could not be had."""
+
+    request_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """A shard lies sealed in the directory: a trainer said so, or a scan found it."""
+
+    held: Held
+
+
+@dataclass(frozen=True, slots=True)
+class GaveUp:
+    """A rank of this node will not deliver its shard of a generation."""
+
+    generation: Generation
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseEnded:
+    """A trainer said goodbye or died."""
+
+    lease_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rotten:
+    """A held shard failed verification."""
+
+    shard: ShardId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """A held shard is not in the directory any more, though nobody here released it."""
+
+    shard: ShardId
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+# --- events: from other nodes
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    envelope: Envelope
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A node answered what was sent to it."""
+
+    node_id: str
+    answer: Answer
+
+
+@dataclass(frozen=True, slots=True)
+class Unreachable:
+    """A message or a push to a node failed in transport."""
+
+    node_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PutAsked:
+    """A node wants to store a replica here."""
+
+    put: PutOpen
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A replica was received, verified and sealed."""
+
+    sender: str
+    held: Held
+
+
+class PushEnd(enum.Enum):
+    ACKED = enum.auto()
+    REFUSED = enum.auto()  # for good: nobody needs it any more
+    LATER = enum.auto()  # refused for now
+    FAILED = enum.auto()  # in transport
+
+
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    """A push ended."""
+
+    shard: ShardId
+    node_id: str
+    end: PushEnd
+    digest: bytes = b""  # what the holder acknowledged
+    reason: str = ""
+    launch: Launch | None = None  # the newest one that a refusing node has seen
+    fence: Fence | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A node said hello from another address."""
+
+    node_id: str
+    address: str
+
+
+Event = (
+    Started
+    | Begun
+    | FencePut
+    | SlotWanted
+    | WantDropped
+    | Sealed
+    | GaveUp
+    | LeaseEnded
+    | Rotten
+    | Gone
+    | Tick
+    | Told
+    | Answered
+    | Unreachable
+    | PutAsked
+    | Received
+    | Pushed
+    | Moved
+)
+
+# --- effects
+
+
+@dataclass(frozen=True, slots=True)
+class KeepSession:
+    session: Session
+
+
+@dataclass(frozen=True, slots=True)
+class KeepFence:
+    fence: Fence
+
+
+@dataclass(frozen=True, slots=True)
+class KeepRecord:
+    """IMPORTANT: durable in the directory before any later effect of the same list is carried out."""
+
+    record: Record
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    shard: ShardId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantine:
+    shard: ShardId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Give the slot that was asked for."""
+
+    request_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class RefuseBusy:
+    request_id: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RefuseFenced:
+    """To a request, or (None) to the event itself."""
+
+    request_id: int | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    held: Held
+    node_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    node_id: str
+    body: Body
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The answer to Told."""
+
+    answer: Answer
+
+
+@dataclass(frozen=True, slots=True)
+class Accept:
+    """The answer to PutAsked: take it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decline:
+    """The answer to PutAsked: don't."""
+
+    answer: PutHave | PutRefused
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledge:
+    """The answer to Received: the sender may count on this copy. Absent: it may not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Notify:
+    """To all trainers of this node."""
+
+    generation: Generation
+    level: Level  # NONE: it will never get further; `reason` says why
+    reason: str = ""
+
+
+Effect = (
+    KeepSession
+    | KeepFence
+    | KeepRecord
+    | Release
+    | Quarantine
+    | Grant
+    | RefuseBusy
+    | RefuseFenced
+    | Push
+    | Send
+    | Reply
+    | Accept
+    | Decline
+    | Acknowledge
+    | Notify
+)

@@ -1,0 +1,490 @@
+"""The agent's side towards other nodes: what they say and bring, what is said and pushed to them."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from flashckpt.address import format_address, is_loopback
+from flashckpt.agent.messages import (
+    Accept,
+    Acknowledge,
+    Answered,
+    Decline,
+    Moved,
+    Pushed,
+    PushEnd,
+    PutAsked,
+    Received,
+    Reply,
+    Rotten,
+    Told,
+    Unreachable,
+)
+from flashckpt.errors import (
+    ClosedError,
+    ConfigError,
+    CorruptShardError,
+    FencedError,
+    FlashError,
+    InternalError,
+    NoSpaceError,
+    PeerError,
+)
+from flashckpt.failpoints import failpoint
+from flashckpt.rpc.api import VERSION, Hello, PutEnd
+from flashckpt.rpc.peer_client import PeerClient
+from flashckpt.rpc.peer_server import PeerServer
+from flashckpt.store.room import check_room
+from flashckpt.transport.incoming import Incoming
+from flashckpt.transport.throttle import Throttle
+from flashckpt.types import Level, age_order
+from flashckpt.wire import Answer, Beat, Envelope, PutOpen, PutReady, PutRefused
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from flashckpt.agent.shell import Shell
+    from flashckpt.credentials import Bundle
+    from flashckpt.types import Held, Launch, ShardId
+    from flashckpt.wire import Body, PutHave
+
+_log = logging.getLogger(__name__)
+
+_SENDERS, _PUSHERS = 16, 8
+_MAX_UNSENT = 64  # messages that wait for one node; they are state, so that the oldest may go
+# Replicas of one node that are not complete: a node pushes two at a time, and its broken connections may leave two
+# more. Each has its whole memory from the start, and nothing says yet that it will ever be of use.
+_MAX_UNFINISHED = 4
+_MAX_SUSPENDED = 8  # half-received replicas, of all nodes, that wait for their sender to come back
+_SUSPENDED_SECONDS = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Suspended:
+    peer: str
+    launch: Launch
+    incoming: Incoming
+    since: float
+
+
+class Peers:
+    """What rpc's peer server calls, and what carries pushes and messages out. Any thread."""
+
+    def __init__(self, shell: Shell) -> None:
+        self._shell = shell
+        self._lock = threading.Lock()  # protects what follows; never held during a call to a peer or the core
+        self._bundle: Bundle | None = None
+        self._server: PeerServer | None = None
+        self._listening = threading.Lock()  # one change of the server at a time; taken before the other one
+        self._address, self._advertised, self._port = "", "", 0
+        self._clients: dict[str, tuple[str, Bundle, PeerClient]] = {}
+        self._gates: dict[str, threading.Lock] = {}
+        self._unsent: dict[str, collections.deque[Body]] = {}
+        self._suspended: dict[tuple[ShardId, bytes], _Suspended] = {}
+        self._receiving: dict[ShardId, str] = {}  # and from which node
+        # Two pools: nodes that do not answer must not keep pushes to others waiting, nor pushes the messages.
+        self._senders = ThreadPoolExecutor(_SENDERS, thread_name_prefix="send")
+        self._pushers = ThreadPoolExecutor(_PUSHERS, thread_name_prefix="push")
+        mbps = shell.options.replicate_max_mbps
+        self._throttle = Throttle(mbps * 1e6 / 8 if mbps else None)
+        self._running = 0
+        self._closed = False
+
+    # --- being reachable ------------------------------------------------------------------------------------
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+    def listen(self, bundle: Bundle, advertise: str | None, port: int) -> str:
+        """Starts the server, if it does not run yet; host:port for the other nodes.
+
+        Where it runs, its credentials stay those of the launch that began: this one may still be refused.
+        """
+        if not advertise:
+            raise ConfigError("advertise: expected the address that other nodes reach this one by, found none")
+        with self._listening:
+            if self._server is None:
+                self._serve(bundle, advertise, port)
+            with self._lock:
+                self._advertised = advertise
+                self._address = format_address(advertise, self._port)
+                in_force = self._bundle or bundle
+        _log.info("listening for other nodes at %s", self._address)
+        self._shell.keep_bundle(in_force, self._address)
+        return self._address
+
+    def use(self, bundle: Bundle) -> None:
+        """Other credentials, of a new launch. Connections of the one before end; pushes resume with the new ones."""
+        with self._listening:
+            with self._lock:
+                if bundle == self._bundle:
+                    return
+                old, port, self._server = self._server, self._port, None
+            if old is None:
+                self._bundle = bundle
+            else:
+                old.close()
+                try:
+                    self._serve(bundle, self._advertised, port)
+                except ConfigError as error:
+                    _log.warning("can't listen at port %d any more: %s; taking another", port, error)
+                    self._serve(bundle, self._advertised, 0)
+                    self.greet()
+        self._shell.keep_bundle(bundle, self._address)
+
+    def greet(self) -> None:
+        """Tells all nodes where this one listens now. Those that only push to it would not hear of it otherwise."""
+        for node_id in self._shell.others():
+            self.send(node_id, Beat())
+
+    def _serve(self, bundle: Bundle, advertise: str, port: int) -> None:
+        server = PeerServer(self, bundle, self._shell.options.job, self._shell.options.node_id)
+        # Where all nodes are on one machine, nobody from outside should even get as far as a handshake.
+        host = advertise if is_loopback(advertise) else "::"
+        try:
+            bound = server.start(format_address(host, port))
+        except BaseException:
+            server.close()
+            raise
+        with self._lock:
+            # Together: whoever connects with the credentials says hello, once, and then the address has to be known.
+            self._server, self._bundle, self._port = server, bundle, bound
+            self._address = format_address(advertise, bound)
+
+    # --- what other nodes ask -------------------------------------------------------------------------------
+
+    def hello(self, peer: str, hello: Hello) -> Hello:
+        launch, _ = self._shell.standing_of_session()
+        # Of this launch only: an agent that was paused for long would take its successor's place.
+        if hello.address and hello.launch == launch:
+            self._shell.feed(Moved(peer, hello.address))
+        return self._hello()
+
+    def _hello(self) -> Hello:
+        launch, fence = self._shell.standing()
+        return Hello(VERSION, self._shell.options.job, self._shell.options.node_id, self._address, launch, fence)
+
+    def tell(self, peer: str, envelope: Envelope) -> Answer:
+        failpoint("before_tell_taken")
+        if refused := self._why_stranger(peer, envelope.launch):
+            return Answer(*self._shell.standing(), None, (), refused)
+        for effect in self._shell.feed(Told(envelope)):
+            if isinstance(effect, Reply):
+                return effect.answer
+        raise InternalError(f"no answer to {envelope.body}")
+
+    def put_open(self, peer: str, opening: PutOpen) -> _Receiver | PutHave | PutRefused:
+        failpoint("before_put_open")
+        if refused := self._why_stranger(peer, opening.launch):
+            return PutRefused(refused, False, None, None)
+        effects = self._shell.feed(PutAsked(opening))
+        for effect in effects:
+            if isinstance(effect, Decline):
+                return effect.answer
+        if not any(isinstance(effect, Accept) for effect in effects):
+            raise InternalError(f"no answer to a put of {opening.shard}")
+        key = (opening.shard, opening.digest)
+        with self._lock:
+            if opening.shard in self._receiving or self._closed:
+                return PutRefused(f"{opening.shard} is being received", True, None, None)
+            running = sum(one == peer for one in self._receiving.values())
+            if running >= _MAX_UNFINISHED:
+                return PutRefused(f"{running} replicas of {peer} are being received", True, None, None)
+            self._receiving[opening.shard] = peer
+            kept = self._suspended.pop(key, None)
+            surplus = self._take_surplus(peer, _MAX_UNFINISHED - 1 - running)
+        _abandon_all(surplus)
+        try:
+            incoming = kept.incoming if kept is not None else self._new_incoming(opening)
+        except (FlashError, OSError) as error:
+            with self._lock:
+                self._receiving.pop(opening.shard, None)
+            # Shortage here is not the sender's fault, and may pass.
+            return PutRefused(f"{self._shell.options.node_id}: {error}", True, None, None)
+        failpoint("after_put_open")
+        return _Receiver(self, peer, opening, incoming)
+
+    def _why_stranger(self, peer: str, launch: Launch) -> str:
+        """Why a node may not speak in the name of the launch that this one works for; "" = it may.
+
+        Before the core hears of it, which learns fences from everybody: it is for nodes of newer launches, which may
+        be others, that it does.
+        """
+        mine, _ = self._shell.standing_of_session()
+        if mine != launch:
+            return ""
+        try:
+            self._shell.address_of(peer)
+        except PeerError:
+            return f"{peer} is no member of this launch"
+        return ""
+
+    def _new_incoming(self, opening: PutOpen) -> Incoming:
+        try:
+            return self._claim(opening)
+        except NoSpaceError:
+            # What is half here and perhaps never comes to its end makes room for what is on its way.
+            if not self._give_up(lambda _: True):
+                raise
+            return self._claim(opening)
+
+    def _claim(self, opening: PutOpen) -> Incoming:
+        return Incoming(
+            self._shell.store,
+            self._shell.options.job,
+            opening.shard,
+            opening.tag,
+            opening.size_bytes,
+            opening.head_bytes,
+            opening.digest,
+            max_shard_bytes=self._shell.options.budget_bytes,
+        )
+
+    def received(self, peer: str, opening: PutOpen, incoming: Incoming) -> bytes:
+        """The last chunk is here: seals it, and says what the sender may count on."""
+        held = incoming.finish()
+        with self._lock:
+            self._receiving.pop(opening.shard, None)
+        self._shell.note_sealed(held.shard)
+        failpoint("before_ack")
+        effects = self._shell.feed(Received(peer, held))
+        if not any(isinstance(effect, Acknowledge) for effect in effects):
+            raise FencedError(f"{held.shard}: nobody needs it any more")
+        failpoint("after_ack")
+        return held.digest
+
+    def suspended(self, peer: str, opening: PutOpen, incoming: Incoming) -> None:
+        with self._lock:
+            self._receiving.pop(opening.shard, None)
+            one = _Suspended(peer, opening.launch, incoming, time.monotonic())
+            self._suspended[opening.shard, opening.digest] = one
+            running = sum(one == peer for one in self._receiving.values())
+            surplus = self._take_surplus(peer, max(0, _MAX_UNFINISHED - running))
+            surplus += self._take_surplus(None, _MAX_SUSPENDED)
+        _abandon_all(surplus)
+
+    def _take_surplus(self, peer: str | None, most: int) -> list[_Suspended]:
+        """The oldest ones beyond `most`, of one node or of all. Under the lock."""
+        mine = [(key, one) for key, one in self._suspended.items() if peer is None or one.peer == peer]
+        mine.sort(key=lambda item: item[1].since)
+        return [self._suspended.pop(key) for key, _ in mine[: max(0, len(mine) - most)]]
+
+    def failed(self, opening: PutOpen, incoming: Incoming) -> None:
+        with self._lock:
+            self._receiving.pop(opening.shard, None)
+        _abandon(incoming)
+
+    def drop_old(self) -> None:
+        """Gives up what was half received and nobody came back for, needs, or has room for."""
+        with self._lock:
+            waiting = sum(one.incoming.size_bytes for one in self._suspended.values())
+        if not waiting:
+            return
+        # They stay only where as much again is free: a save must not fail for the sake of half a replica.
+        is_short = check_room(waiting, self._shell.store.status().room) is not None
+        limit = time.monotonic() - _SUSPENDED_SECONDS
+        newest, _ = self._shell.standing()
+        progress = self._shell.known_progress()
+        voids = {one.generation for one in progress if one.level is Level.NONE}
+        committed = [one.generation for one in progress if one.level is not Level.NONE]
+
+        def is_needless(one: _Suspended) -> bool:
+            generation = one.incoming.shard.generation
+            return (
+                is_short
+                or one.since < limit
+                or one.launch != newest
+                or generation in voids
+                or any(age_order(generation) < age_order(other) for other in committed)
+            )
+
+        self._give_up(is_needless)
+
+    def _give_up(self, wanted: Callable[[_Suspended], bool]) -> bool:
+        """Of the half-received replicas; whether there was any."""
+        with self._lock:
+            keys = [key for key, one in self._suspended.items() if wanted(one)]
+            found = [self._suspended.pop(key) for key in keys]
+        _abandon_all(found)
+        return bool(found)
+
+    # --- what is said and pushed to them --------------------------------------------------------------------
+
+    def send(self, node_id: str, body: Body) -> None:
+        """In the background, in order for each node."""
+        with self._lock:
+            if self._closed:
+                return
+            waiting = self._unsent.get(node_id)
+            if waiting is not None:
+                waiting.append(body)
+                while len(waiting) > _MAX_UNSENT:
+                    waiting.popleft()
+                return
+            self._unsent[node_id] = collections.deque([body])
+        self._senders.submit(self._send_all, node_id)
+
+    def _send_all(self, node_id: str) -> None:
+        while True:
+            with self._lock:
+                waiting = self._unsent[node_id]
+                if not waiting or self._closed:
+                    del self._unsent[node_id]
+                    return
+                body = waiting.popleft()
+            try:
+                launch, fence = self._shell.standing_of_session()
+                if launch is None:
+                    continue
+                client = self._client(node_id)
+                envelope = Envelope(self._shell.options.node_id, launch, fence, body)
+                failpoint("before_tell")
+                answer = client.tell(envelope, self._shell.options.peer_timeout)
+                failpoint("after_tell")
+                self._shell.feed(Answered(node_id, answer))
+            except FlashError as error:
+                self._shell.feed(Unreachable(node_id, error.message))
+            except Exception:
+                _log.exception("telling %s failed", node_id)
+                self._shell.feed(Unreachable(node_id, "internal error; see the log"))
+
+    def push(self, held: Held, node_id: str) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._running += 1
+        self._pushers.submit(self._push, held, node_id)
+
+    def _push(self, held: Held, node_id: str) -> None:
+        try:
+            event = self._push_once(held, node_id)
+        except CorruptShardError as error:
+            self._shell.feed(Rotten(held.shard, error.message))
+            event = Pushed(held.shard, node_id, PushEnd.FAILED, reason="our copy is bad")
+        except FlashError as error:
+            event = Pushed(held.shard, node_id, PushEnd.FAILED, reason=error.message)
+        except Exception as error:
+            _log.exception("pushing %s to %s failed", held.shard, node_id)
+            event = Pushed(held.shard, node_id, PushEnd.FAILED, reason=repr(error))
+        with self._lock:
+            self._running -= 1
+        if event.end is not PushEnd.ACKED:
+            _log.info("push of %s to %s: %s: %s", held.shard, node_id, event.end.name.lower(), event.reason)
+        self._shell.feed(event)
+
+    def _push_once(self, held: Held, node_id: str) -> Pushed:
+        launch, fence = self._shell.standing_of_session()
+        if launch is None:
+            raise FencedError("this node has no launch")
+        client = self._client(node_id)
+        failpoint("before_push")
+        with contextlib.closing(self._shell.open_shard(held.shard)) as outgoing:
+            opening = PutOpen(
+                self._shell.options.node_id,
+                launch,
+                fence,
+                held.shard,
+                held.tag,
+                outgoing.digest,
+                outgoing.size_bytes,
+                outgoing.head_bytes,
+            )
+            result = client.put(opening, outgoing, self._throttle)
+        failpoint("after_push")
+        if result.end is PutEnd.REFUSED:
+            end = PushEnd.LATER if result.retry else PushEnd.REFUSED
+            return Pushed(held.shard, node_id, end, reason=result.reason, launch=result.launch, fence=result.fence)
+        return Pushed(held.shard, node_id, PushEnd.ACKED, digest=result.digest)
+
+    def _client(self, node_id: str) -> PeerClient:
+        """Sure to be that node's. It connects by itself, and again when the node comes back at the same address."""
+        address = self._shell.address_of(node_id)
+        with self._lock:
+            bundle = self._bundle
+            gate = self._gates.setdefault(node_id, threading.Lock())
+        if bundle is None:
+            raise ClosedError(f"{node_id}: this agent has no credentials to speak to other nodes with")
+        with gate:  # one thread connects, the others wait for it
+            known = self._clients.get(node_id)
+            if known is not None and known[:2] == (address, bundle):
+                return known[2]
+            timeout = self._shell.options.peer_timeout
+            client = PeerClient(address, bundle, self._shell.options.job, node_id, stall_timeout=timeout)
+            try:
+                client.hello(self._hello(), timeout)
+            except BaseException:
+                client.close()
+                raise
+            with self._lock:
+                self._clients[node_id] = (address, bundle, client)
+        if known is not None:
+            known[2].close()  # of an earlier launch, or an address where the node is no more
+        return client
+
+    # --- the end --------------------------------------------------------------------------------------------
+
+    @property
+    def running(self) -> int:
+        """Pushes under way."""
+        return self._running
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            server, clients = self._server, [one[2] for one in self._clients.values()]
+            self._clients.clear()
+        for client in clients:
+            client.close()
+        self._senders.shutdown(wait=True, cancel_futures=True)
+        self._pushers.shutdown(wait=True, cancel_futures=True)
+        if server is not None:
+            server.close()
+        self._give_up(lambda _: True)
+
+
+class _Receiver:
+    """One replica on its way in. Exactly one of finish, suspend and fail ends it."""
+
+    def __init__(self, peers: Peers, peer: str, opening: PutOpen, incoming: Incoming) -> None:
+        self._peers = peers
+        self._peer = peer
+        self._opening = opening
+        self._incoming = incoming
+
+    @property
+    def ready(self) -> PutReady:
+        return PutReady(self._incoming.next_head_offset, self._incoming.next_chunk)
+
+    def put_head(self, offset: int, data: bytes | memoryview) -> None:
+        self._incoming.put_head(offset, data)
+
+    def put_chunk(self, index: int, data: bytes | memoryview) -> None:
+        self._incoming.put_chunk(index, data)
+
+    def finish(self) -> bytes:
+        return self._peers.received(self._peer, self._opening, self._incoming)
+
+    def suspend(self) -> None:
+        self._peers.suspended(self._peer, self._opening, self._incoming)
+
+    def fail(self, error: Exception) -> None:
+        _log.warning("%s from %r: %s", self._opening.shard, self._peer, error)
+        self._peers.failed(self._opening, self._incoming)
+
+
+def _abandon_all(suspended: list[_Suspended]) -> None:
+    for one in suspended:
+        _abandon(one.incoming)
+
+
+def _abandon(incoming: Incoming) -> None:
+    with contextlib.suppress(FlashError, OSError):
+        incoming.abandon()

@@ -1,0 +1,397 @@
+"""The agent as a process: its options, how it detaches, its log, its signals, and when it ends by itself."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import logging
+import os
+import resource
+import select
+import signal
+import sys
+import threading
+import time
+from dataclasses import MISSING, dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from flashckpt.agent.lock import AgentLock
+from flashckpt.errors import ConfigError, ConflictError, FlashError
+from flashckpt.rpc.settings import prepare
+from flashckpt.store.directory import Directory, open_directory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from flashckpt.agent.shell import Shell
+
+LOG_NAME = "agent.log"
+SOCKET_NAME = "agent.sock"
+_OLD_LOG_NAME = "agent.log.1"
+_MAX_LOG_BYTES = 1 << 20  # it lies on the tmpfs: memory
+_MAX_LINE_BYTES = 16 << 10
+_LINE = "%(asctime)s.%(msecs)03d %(levelname)s %(message)s"
+
+OK, FAILED, USAGE, HELD = 0, 1, 2, 4
+_WATCH_SECONDS = 0.5
+_OOM_SCORE_ADJUST = "-500"
+_PR_SET_DUMPABLE = 4
+_MALLOC_OPTIONS = ((-1, 256 << 20), (-3, 32 << 20), (-8, 2))  # trim threshold, mmap threshold, arenas
+_SECONDS = ("linger", "beat_interval", "peer_timeout", "scrub_interval", "drain_timeout")
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What an agent is told when it starts. Everything else it learns from trainers and peers."""
+
+    job: str
+    memory_dir: str
+    node_id: str
+
+    linger: float = 3600.0
+    """Seconds without a trainer after which it exits by itself; 0: never."""
+
+    budget_bytes: int | None = None
+    """Most bytes of all slots of the job on this node, replicas included; None: what tmpfs and cgroup allow."""
+
+    replicate_max_mbps: float | None = None
+    """Most megabits a second that it sends to all peers together; None: no limit."""
+
+    nice: int = 10
+    """Added to the niceness it inherits: training comes first."""
+
+    beat_interval: float = 1.0
+    """Seconds between two signs of life to each peer."""
+
+    peer_timeout: float = 10.0
+    """Seconds of silence after which a peer is shown as down, and a call to it is given up."""
+
+    scrub_interval: float = 600.0
+    """Seconds between two passes that verify everything it holds."""
+
+    drain_timeout: float = 10.0
+    """Seconds that running pushes get to finish when it is told to stop."""
+
+    def __post_init__(self) -> None:
+        for name in ("job", "memory_dir", "node_id"):
+            if not getattr(self, name):
+                raise ConfigError(f"{name}: expected a name, found nothing")
+        for name in _SECONDS:
+            value = getattr(self, name)
+            may_be_0 = name in ("linger", "drain_timeout")
+            endless = value == float("inf") and name != "linger"
+            if not value >= 0 or endless or (value == 0 and not may_be_0):
+                raise ConfigError(f"{name}: expected seconds {'from 0 on' if may_be_0 else 'above 0'}, found {value!r}")
+        for name in ("budget_bytes", "replicate_max_mbps"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ConfigError(f"{name}: expected a number above 0 or None, found {value!r}")
+        if not 0 <= self.nice <= 19:
+            raise ConfigError(f"nice: expected 0 to 19, found {self.nice!r}")
+        if self.peer_timeout <= self.beat_interval:
+            raise ConfigError(
+                f"peer_timeout: expected more than beat_interval ({self.beat_interval} s), found {self.peer_timeout}"
+            )
+
+    def arguments(self) -> list[str]:
+        """The command line that parses to these options. Nothing in it is secret: everybody may read it."""
+        found = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None and value != field.default:
+                found.append(f"--{field.name.replace('_', '-')}={value}")
+        return found
+
+
+def parse(argv: Sequence[str]) -> tuple[Options, bool, float]:
+    """The options, whether to detach, and how long the start may take then."""
+    parser = argparse.ArgumentParser(prog="flashckpt.agent", allow_abbrev=False)
+    run_parser = parser.add_subparsers(dest="command", required=True).add_parser("run", allow_abbrev=False)
+    kinds: dict[str, Callable[[str], Any]] = {"budget_bytes": int, "nice": int, "replicate_max_mbps": float}
+    kinds |= dict.fromkeys(_SECONDS, float)
+    for field in fields(Options):
+        run_parser.add_argument(
+            f"--{field.name.replace('_', '-')}",
+            type=kinds.get(field.name, str),
+            required=field.default is MISSING,
+            default=None if field.default is MISSING else field.default,
+        )
+    run_parser.add_argument("--daemon", action="store_true")
+    run_parser.add_argument("--start-timeout", type=float, default=30.0)
+    given = vars(parser.parse_args(argv))
+    options = Options(**{field.name: given[field.name] for field in fields(Options)})
+    return options, given["daemon"], given["start_timeout"]
+
+
+def main(argv: Sequence[str]) -> int:
+    """`python -m flashckpt.agent`; what starts an agent uses this, people use `flashckpt agent`."""
+    try:
+        options, daemon, start_timeout = parse(argv)
+    except ConfigError as error:
+        print(f"error {error}", file=sys.stderr)
+        return USAGE
+    if daemon:
+        return detach(lambda ready: run(options, ready=ready, daemon=True), start_timeout)
+    return run(options)
+
+
+def run(options: Options, *, ready: Callable[[], None] = lambda: None, daemon: bool = False) -> int:
+    """The whole life of an agent. `ready` is called once it answers. Returns the exit code."""
+    os.umask(0o077)
+    os.chdir("/")
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the starter's, which may have been anything
+    _log_to(logging.StreamHandler())
+    try:
+        directory = open_directory(options.memory_dir, options.job)
+        try:
+            if daemon:  # until here its starter says where stderr goes
+                _log_to(_LogFile(directory))
+            with AgentLock(directory) as lock:
+                return _run_locked(options, directory, lock, ready)
+        finally:
+            directory.close()
+    except FlashError as error:
+        _log.error("the agent of job %r does not run: %s", options.job, error)
+        if isinstance(error, ConflictError):
+            return HELD
+        return USAGE if isinstance(error, ConfigError) else FAILED
+    except Exception:
+        _log.exception("the agent of job %r failed", options.job)
+        return FAILED
+
+
+def _run_locked(options: Options, directory: Directory, lock: AgentLock, ready: Callable[[], None]) -> int:
+    stop = threading.Event()
+    _handle_signals(stop)
+    _keep_buffers()
+    _make_harmless()
+    # Before grpc is imported, which the shell does; and that after detaching: what it starts survives no fork.
+    prepare()
+    from flashckpt.agent.shell import Shell
+    from flashckpt.store.slots import SlotStore
+
+    # After the imports, so that a busy node does not delay the start, and before the first thread: niceness belongs
+    # to a thread, and is inherited by those that it starts.
+    os.nice(options.nice)
+    with SlotStore.open(options.memory_dir, options.job, budget_bytes=options.budget_bytes) as store:
+        if store.directory_id != directory.identity():
+            raise ConflictError(
+                f"memory directory {directory.path}: expected the one whose lock this process holds, found another",
+                hint="somebody replaced it at this moment; start the agent again",
+            )
+        shell = Shell(store, options)
+        try:
+            shell.start()
+            _log.info(
+                "agent of job %r on node %r runs: pid %d, %s", options.job, options.node_id, os.getpid(), store.path
+            )
+            ready()
+            watcher = threading.Thread(
+                target=_watch, args=(shell, options.linger, directory, lock, stop), name="watch", daemon=True
+            )
+            watcher.start()
+            shell.serve_until(stop)
+            # Whoever made it stop, the watcher has nothing to do any more.
+            stop.set()
+            _log.info("draining, for at most %g s", options.drain_timeout)
+            shell.drain(options.drain_timeout)
+        finally:
+            stop.set()
+            shell.close()
+    _log.info("stopped")
+    return OK
+
+
+def _watch(shell: Shell, linger: float, directory: Directory, lock: AgentLock, stop: threading.Event) -> None:
+    """Ends an agent that nobody needs, and one whose memory is not there any more."""
+    while not stop.wait(_WATCH_SECONDS):
+        _rotate_log(directory)
+        reason = None
+        try:
+            directory.check_still_ours()
+            if not lock.is_in_force():
+                reason = "its lock file was removed, so that a second agent could start"
+        except (FlashError, OSError) as error:
+            reason = str(error)
+        idle = shell.idle_seconds()
+        if reason is None and linger and idle is not None and idle >= linger:
+            reason = f"no trainer for {idle:.0f} s (linger is {linger:g} s)"
+        if reason is not None:
+            _log.warning("stopping: %s", reason)
+            stop.set()
+
+
+# -- what the process is to others -----------------------------------------------------------------------
+
+
+def _handle_signals(stop: threading.Event) -> None:
+    asked = False
+
+    def terminate(number: int, _: object) -> None:
+        nonlocal asked
+        if asked:
+            os._exit(128 + number)  # twice: at once. What is sealed stays, as after a crash.
+        asked = True  # not the same as `stop`: it may be draining for another reason, and gets its time then too
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, terminate)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the terminal it was started from may close
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
+def _keep_buffers() -> None:
+    """Messages of a push are a mebibyte each; by default glibc gives each one back to the kernel, and faulting it in
+    again is a sixth of an agent's work. Few arenas, so that what is kept stays small. Elsewhere nothing happens."""
+    import ctypes
+
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        for option, value in _MALLOC_OPTIONS:
+            mallopt(option, value)
+
+
+def _make_harmless() -> None:
+    """What this process holds (keys, weights) is in no core file and for no debugger."""
+    # Without the agent a node's checkpoints are there, but unreplicated. Lowering it takes a privilege. Before the
+    # process is made undumpable: afterwards the file belongs to root.
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+        file.write(_OOM_SCORE_ADJUST)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    import ctypes
+
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0) != 0:
+        _log.warning("the process stays open to debuggers: %s", os.strerror(ctypes.get_errno()))
+
+
+def detach(target: Callable[[Callable[[], None]], int], timeout: float) -> int:
+    """Runs `target(ready)` in a process of its own session that no group kill of the starter reaches.
+
+    Returns in the caller, which has to be single-threaded: 0 as soon as target called ready(), else the exit code
+    with which it failed before. Forks twice, so that the process is nobody's child and never gets a terminal.
+    """
+    os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child != 0:
+        os.close(writer)
+        os.waitpid(child, 0)
+        return _await_report(reader, timeout)
+    code = FAILED
+    try:
+        os.setsid()
+        if os.fork() == 0:
+            os.close(reader)
+            code = _be_detached(target, writer)
+        else:
+            code = OK
+    finally:
+        # Without the interpreter's own end: threads of gRPC may be in the middle of something, and two processes
+        # would run the same exit handlers.
+        os._exit(code)
+
+
+def _be_detached(target: Callable[[Callable[[], None]], int], writer: int | None) -> int:
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    if null > 2:
+        os.close(null)
+
+    def report(code: int) -> None:
+        nonlocal writer
+        if writer is not None:
+            with contextlib.suppress(BrokenPipeError):  # nobody waits any more
+                os.write(writer, bytes([code]))
+            os.close(writer)
+            writer = None  # the number is somebody else's now
+
+    try:
+        code = target(lambda: report(OK))
+    except BaseException:
+        _log.exception("the agent failed")
+        code = FAILED
+    report(code)
+    return code
+
+
+def _await_report(reader: int, timeout: float) -> int:
+    poll = select.poll()
+    poll.register(reader, select.POLLIN)
+    if not poll.poll(timeout * 1000):
+        print(f"the agent was not ready within {timeout:g} s; it may still become so", file=sys.stderr)
+        return FAILED
+    report = os.read(reader, 1)
+    return report[0] if report else FAILED
+
+
+# -- the log ---------------------------------------------------------------------------------------------
+
+
+def open_log(directory: Directory) -> int:
+    """A descriptor that appends to the job's agent.log; of /dev/null where the filesystem can't take text."""
+    if directory.mount.fs_type == "hugetlbfs":
+        return os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    fd = directory.open_file(None, LOG_NAME, write=True, create=True)
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_APPEND)
+    return fd
+
+
+def read_log_tail(directory: Directory, lines: int, start_bytes: int = 0) -> str:
+    """The last lines that were written behind `start_bytes`."""
+    try:
+        fd = directory.open_file(None, LOG_NAME)
+    except (FlashError, OSError):
+        return ""
+    try:
+        size = os.fstat(fd).st_size
+        start = start_bytes if start_bytes <= size else 0  # rotated meanwhile
+        text = os.pread(fd, _MAX_LINE_BYTES, max(start, size - _MAX_LINE_BYTES)).decode("utf-8", "replace")
+    finally:
+        os.close(fd)
+    return "\n".join(text.splitlines()[-lines:])
+
+
+class _LogFile(logging.Handler):
+    """stdout and stderr of the process and its log are one file, so that what libraries print is in it too."""
+
+    def __init__(self, directory: Directory) -> None:
+        super().__init__()
+        self._directory = directory
+        _redirect(open_log(directory))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = self.format(record).encode("utf-8", "backslashreplace")
+        with contextlib.suppress(OSError):  # a full tmpfs must not stop the agent
+            os.write(2, line[:_MAX_LINE_BYTES] + b"\n")
+        _rotate_log(self._directory)
+
+
+def _rotate_log(directory: Directory) -> None:
+    """Keeps one old file. Only where stderr is the log: an agent in the foreground has none."""
+    with contextlib.suppress(FlashError, OSError):
+        mine, named = os.fstat(2), directory.stat(None, LOG_NAME)
+        if mine.st_size < _MAX_LOG_BYTES or named is None or named.st_ino != mine.st_ino:
+            return
+        directory.replace(None, LOG_NAME, _OLD_LOG_NAME)
+        _redirect(open_log(directory))
+
+
+def _redirect(fd: int) -> None:
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    if fd > 2:
+        os.close(fd)
+
+
+def _log_to(handler: logging.Handler) -> None:
+    formatter = logging.Formatter(_LINE, "%Y-%m-%dT%H:%M:%S")
+    formatter.converter = time.gmtime
+    handler.setFormatter(formatter)
+    level = logging.getLevelNamesMapping().get(os.environ.get("FLASHCKPT_LOG", "").upper(), logging.INFO)
+    package = logging.getLogger("flashckpt")
+    package.handlers[:] = [handler]
+    package.setLevel(level)
+    package.propagate = False

@@ -1,0 +1,86 @@
+"""Looks for rot in what is held, slowly: a bad copy has to be found while there is a good one."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import TYPE_CHECKING
+
+from flashckpt.errors import CorruptShardError, FlashError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from flashckpt.agent.shell import OpenShard
+    from flashckpt.types import ShardId
+
+_log = logging.getLogger(__name__)
+
+_SLICE_BYTES = 16 << 20  # a step: a few milliseconds
+
+
+class Scrubber:
+    """Goes through all shards once every `interval` seconds, a slice at each step."""
+
+    def __init__(self, open_shard: Callable[[ShardId], OpenShard], interval: float) -> None:
+        self._open_shard = open_shard
+        self._interval = interval
+        self._todo: list[ShardId] = []
+        self._reading: tuple[ShardId, OpenShard, int] | None = None
+        self._next_pass: float | None = None
+        self.passes = 0
+        self.found = 0
+
+    def step(self, shards: Iterable[ShardId], now: float) -> tuple[ShardId, str] | None:
+        """Verifies a slice. What it returns is rotten, with the reason."""
+        if self._next_pass is None:
+            self._next_pass = now + self._interval
+        if self._reading is None and not self._todo:
+            if now < self._next_pass:
+                return None
+            self._next_pass = now + self._interval
+            self._todo = list(shards)
+            self.passes += 1
+        if self._reading is None and self._todo:
+            shard = self._todo.pop()
+            try:
+                self._reading = shard, self._open_shard(shard), 0
+            except CorruptShardError as error:
+                self.found += 1
+                return shard, error.message
+            except FlashError as error:
+                _log.debug("%s is not there to be verified: %s", shard, error)
+                return None
+        return self._read_on()
+
+    def close(self) -> None:
+        if self._reading is not None:
+            self._reading[1].close()
+            self._reading = None
+
+    def _read_on(self) -> tuple[ShardId, str] | None:
+        if self._reading is None:
+            return None
+        shard, outgoing, chunk = self._reading
+        end = min(outgoing.chunks, chunk + max(1, _SLICE_BYTES // outgoing.chunk_bytes))
+        problem = None
+        try:
+            for index in range(chunk, end):
+                outgoing.read_chunk(index)
+        except CorruptShardError as error:
+            # Released and written anew while it was read? Then its name is gone, and it is nobody's rot.
+            if self._still_there(shard):
+                self.found += 1
+                problem = shard, error.message
+            end = outgoing.chunks
+        if end < outgoing.chunks:
+            self._reading = shard, outgoing, end
+        else:
+            self.close()
+        return problem
+
+    def _still_there(self, shard: ShardId) -> bool:
+        with contextlib.suppress(FlashError):
+            self._open_shard(shard).close()
+            return True
+        return False

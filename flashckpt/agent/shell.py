@@ -1,0 +1,425 @@
+"""Drives the core with the real world: feeds it events, carries out what it decides, in order.
+
+Crash-only: where a decision can't be made durable (record, fence, session), the process ends at once, and its
+successor starts from what lies in the directory. A core that believes what the directory does not say would lie.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from flashckpt.agent.commit import threshold
+from flashckpt.agent.core import AgentCore, Limits
+from flashckpt.agent.messages import (
+    Begun,
+    Gone,
+    Grant,
+    KeepFence,
+    KeepRecord,
+    KeepSession,
+    Notify,
+    Push,
+    Quarantine,
+    RefuseBusy,
+    RefuseFenced,
+    Release,
+    Rotten,
+    Sealed,
+    Send,
+    Started,
+    Tick,
+)
+from flashckpt.agent.peers import Peers
+from flashckpt.agent.process import SOCKET_NAME
+from flashckpt.agent.scrub import Scrubber
+from flashckpt.agent.session import decode_session, encode_session
+from flashckpt.agent.status import describe
+from flashckpt.agent.trainers import Trainers
+from flashckpt.errors import CorruptShardError, FlashError, NotFoundError, PeerError
+from flashckpt.failpoints import failpoint
+from flashckpt.placement import place
+from flashckpt.rpc.agent_server import AgentServer
+from flashckpt.rpc.api import Progress
+from flashckpt.transport.outgoing import Outgoing, hold
+from flashckpt.types import Held, Level, ShardId
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from flashckpt.agent.messages import Effect, Event
+    from flashckpt.agent.process import Options
+    from flashckpt.credentials import Bundle
+    from flashckpt.store.slots import Sealed as SealedFile
+    from flashckpt.store.slots import SlotStore
+    from flashckpt.types import Fence, Launch, Record, Session
+
+_log = logging.getLogger(__name__)
+
+_CREDENTIALS = "credentials"
+_TICK_SECONDS = 0.2
+_LEASES_SECONDS = 0.5
+_SCAN_SECONDS = 2.0
+_FATAL = 75  # exit code: a decision could not be made durable
+
+
+class OpenShard(Outgoing):
+    """A shard of this node that is being read. Owns its descriptor."""
+
+    def __init__(self, fd: int, shard: ShardId, job: str) -> None:
+        try:
+            super().__init__(fd, shard, job)
+        except BaseException:
+            os.close(fd)
+            raise
+        self._closed = False
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            os.close(self._fd)
+
+
+class Shell:
+    """One agent."""
+
+    def __init__(self, store: SlotStore, options: Options) -> None:
+        self.store = store
+        self.options = options
+        self._started_at = time.monotonic()
+        limits = Limits(beat=options.beat_interval, peer_timeout=options.peer_timeout)
+        self._core = AgentCore(options.node_id, limits, wall_offset=time.time() - time.monotonic())
+        self._lock = threading.Lock()  # one event at a time, and its effects before the next
+        self._files: dict[ShardId, SealedFile] = {}
+        self._set_aside: set[ShardId] = set()  # found bad when they were to be adopted
+        self.trainers = Trainers(self)
+        self.peers = Peers(self)
+        self._server: AgentServer | None = None
+        self._scrubber = Scrubber(self.open_shard, options.scrub_interval)
+        self._stop: threading.Event | None = None
+        self._draining = False
+
+    # --- life -----------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Adopts what lies in the directory, then answers."""
+        reclaimed = self.store.reclaim()
+        if reclaimed.files:
+            _log.info("reclaimed %d slots (%d bytes) of processes that are gone", reclaimed.files, reclaimed.bytes)
+        held = tuple(self._adopt())
+        failpoint("mid_start")
+        session, fence, records = self._read_session(), self.store.read_fence(), self.store.read_records()
+        lacking = self._lacking({one.shard for one in held}, threshold(records, session, fence), session)
+        with self._lock:
+            self._apply(Started(held + lacking, fence, records, session))
+            for one in lacking:
+                self._apply(Gone(one.shard))
+        if session is not None and len(session.members) > 1:
+            self._listen_again()
+        self._server = AgentServer(self.trainers, self.store.socket_path(SOCKET_NAME))
+        _log.info("adopted %d shards; session: %s", len(held), "none" if session is None else session.launch)
+
+    def serve_until(self, stop: threading.Event) -> None:
+        self._stop = stop
+        scan_at = leases_at = 0.0
+        while not stop.wait(_TICK_SECONDS):
+            now = time.monotonic()
+            self.feed(Tick())
+            try:
+                if now >= leases_at:
+                    leases_at = now + _LEASES_SECONDS
+                    self.trainers.end_dead()
+                    self.peers.drop_old()
+                if now >= scan_at:
+                    scan_at = now + _SCAN_SECONDS
+                    self.look_around()
+                self._scrub(now)
+            except (FlashError, OSError) as error:
+                _log.warning("looking after what is held: %s; trying again", error)  # out of descriptors, say
+
+    def drain(self, timeout: float) -> None:
+        """Grants nothing new; lets pushes finish."""
+        self._draining = True
+        self.trainers.close()
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline and self._has_work():
+            self.feed(Tick())
+            time.sleep(_TICK_SECONDS / 4)
+
+    def close(self) -> None:
+        self._draining = True
+        self.trainers.close()
+        if self._server is not None:
+            self._server.close(0.5)
+        self.peers.close()
+        self._scrubber.close()
+
+    def idle_seconds(self) -> float | None:
+        """Since the last trainer left, or the start; None while there is one."""
+        since = self.trainers.idle_since
+        return None if since is None else time.monotonic() - since
+
+    def _has_work(self) -> bool:
+        with self._lock:
+            silent = self._core.silent(time.monotonic())
+            waiting = any(node not in silent for _, node, _, _ in self._core.backlog())
+        return waiting or self.peers.running > 0
+
+    # --- the core -------------------------------------------------------------------------------------------
+
+    def feed(self, event: Event) -> list[Effect]:
+        """Any thread. The effects that answer the event are the caller's to act on; all others are done."""
+        with self._lock:
+            return self._apply(event)
+
+    def _apply(self, event: Event) -> list[Effect]:
+        effects = self._core.handle(event, time.monotonic())
+        try:
+            for effect in effects:
+                self._carry_out(effect)
+        except Exception:
+            _log.exception("a decision could not be carried out")
+            self._die("the core believes what did not happen")
+        return effects
+
+    def _carry_out(self, effect: Effect) -> None:
+        match effect:
+            case KeepSession(session):
+                self._durably("the session", lambda: self.store.write_session(encode_session(session)))
+            case KeepFence(fence):
+                self._durably("the fence", lambda: self.store.write_fence(fence))
+            case KeepRecord(record):
+                self._durably("the record", lambda: self.store.write_record(record))
+                _log.info("%s is committed with %d replicas", record.generation, record.replicas)
+            case Release(shard, reason):
+                self._release(shard, reason)
+            case Quarantine(shard, reason):
+                self._quarantine(shard, reason)
+            case Push(held, node_id):
+                self.peers.push(held, node_id)
+            case Send(node_id, body):
+                self.peers.send(node_id, body)
+            case Grant(request_id) | RefuseBusy(request_id, _):
+                self.trainers.answer(request_id, effect)
+            case RefuseFenced(request_id, _) if request_id is not None:
+                self.trainers.answer(request_id, effect)
+            case Notify(generation, level, reason):
+                self.trainers.notify(Progress(generation, level, reason))
+            case _:
+                pass  # answers, for whoever fed the event
+
+    def _durably(self, what: str, write: Any) -> None:
+        try:
+            write()
+        except (FlashError, OSError) as error:
+            self._die(f"{what} could not be kept: {error}")
+
+    def _die(self, why: str) -> NoReturn:
+        _log.critical("ending: %s", why)
+        os._exit(_FATAL)
+
+    def _release(self, shard: ShardId, reason: str) -> None:
+        sealed = self._files.pop(shard, None)
+        if sealed is None:
+            return
+        failpoint("before_gc")
+        try:
+            self.store.release(sealed, of_others=True)
+        except (FlashError, OSError) as error:
+            _log.warning("%s could not be released: %s", shard, error)
+        else:
+            _log.debug("%s released: %s", shard, reason)
+
+    def _quarantine(self, shard: ShardId, reason: str) -> None:
+        sealed = self._files.pop(shard, None)
+        if sealed is not None:
+            self.store.quarantine(sealed, reason)
+
+    # --- shards ---------------------------------------------------------------------------------------------
+
+    def hold(self, shard: ShardId) -> Held | None:
+        """Reads what lies sealed under that name; None where there is none, or it is bad."""
+        sealed = self.store.find(shard)
+        return None if sealed is None else self._hold(sealed)
+
+    def note_sealed(self, shard: ShardId) -> None:
+        """A replica was sealed by this very process."""
+        sealed = self.store.find(shard)
+        if sealed is not None:
+            self._files[shard] = sealed
+
+    def open_shard(self, shard: ShardId) -> OpenShard:
+        """NotFoundError where it is gone; CorruptShardError where its header is bad."""
+        sealed = self._files.get(shard)
+        if sealed is None:
+            raise NotFoundError(f"{shard}: not held here")
+        return OpenShard(self.store.open_shard(sealed), shard, self.options.job)
+
+    def _hold(self, sealed: SealedFile) -> Held | None:
+        try:
+            fd = self.store.open_shard(sealed)
+        except NotFoundError:
+            return None
+        try:
+            held = hold(fd, sealed, job=self.options.job)
+        except FlashError as error:
+            self.store.quarantine(sealed, error.message)
+            self._set_aside.add(sealed.shard)
+            return None
+        finally:
+            os.close(fd)
+        self._files[sealed.shard] = sealed
+        return held
+
+    def _adopt(self) -> Iterator[Held]:
+        for sealed in self.store.scan():
+            held = self._hold(sealed)
+            failpoint("mid_adopt")
+            if held is not None:
+                yield held
+
+    def look_around(self) -> None:
+        """Finds shards that nobody told of, and misses those that somebody took away."""
+        found = {sealed.shard: sealed for sealed in self.store.scan()}
+        with self._lock:
+            held = set(self._core.held)
+        for shard, sealed in found.items():
+            if shard not in held and (one := self._hold(sealed)) is not None:
+                self.feed(Sealed(one))
+        for shard in held - set(found):
+            # Once more, under the name that it has now: a release may have come in between.
+            if shard in self._files and self.store.find(shard) is None:
+                self._files.pop(shard, None)
+                self.feed(Gone(shard))
+
+    def _scrub(self, now: float) -> None:
+        with self._lock:
+            shards = list(self._core.held)
+        found = self._scrubber.step(shards, now)
+        if found is not None:
+            self.feed(Rotten(*found))
+
+    # --- what trainers and operators ask --------------------------------------------------------------------
+
+    def begin(self, session: Session, credentials: Bundle | None) -> list[Effect]:
+        """Takes this node over for a launch, unless the core refuses it."""
+        effects = self.feed(Begun(session))
+        if any(isinstance(effect, RefuseFenced) for effect in effects):
+            return effects  # the credentials of a launch that is refused change nothing
+        # An agent that was restarted between listen() and begin() had no session yet that told it to listen.
+        # Before other credentials are kept: they go with the address that is listened at.
+        if len(session.members) > 1 and not self.peers.address:
+            self._listen_again()
+        if credentials is not None:
+            self.peers.use(credentials)
+        return effects
+
+    def stop(self) -> None:
+        if self._stop is not None:
+            self._stop.set()
+
+    def status(self) -> dict[str, Any]:
+        now = time.monotonic()
+        store = self.store.status()
+        with self._lock:
+            return describe(
+                self._core,
+                now,
+                options=self.options,
+                store=store,
+                uptime=now - self._started_at,
+                leases=self.trainers.leases(),
+                address=self.peers.address,
+                scrubbed=(self._scrubber.passes, self._scrubber.found),
+                draining=self._draining,
+            )
+
+    # --- what the others of this package ask ----------------------------------------------------------------
+
+    @property
+    def fence(self) -> Fence | None:
+        with self._lock:
+            return self._core.fence
+
+    def standing(self) -> tuple[Launch | None, Fence | None]:
+        """The newest launch known here, and the fence."""
+        with self._lock:
+            return self._core.newest, self._core.fence
+
+    def standing_of_session(self) -> tuple[Launch | None, Fence | None]:
+        """The launch that this node works for, and the fence; None where it works for none."""
+        with self._lock:
+            session = self._core.session
+            return (None if session is None or self._core.is_fenced else session.launch), self._core.fence
+
+    def others(self) -> tuple[str, ...]:
+        """The other nodes of the launch."""
+        with self._lock:
+            return tuple(self._core.peers)
+
+    def address_of(self, node_id: str) -> str:
+        with self._lock:
+            peer = self._core.peers.get(node_id)
+        if peer is None or not peer.address:
+            raise PeerError(f"{node_id}: expected an address, found none", peer=node_id)
+        return peer.address
+
+    def known_progress(self) -> list[Progress]:
+        """For a trainer that begins to watch."""
+        with self._lock:
+            voids = [Progress(g, Level.NONE, reason) for g, reason in self._core.voids.items()]
+            records = [record.generation for record in self._core.records if record.replicas]
+        return voids + [Progress(generation, Level.REPLICATED) for generation in records]
+
+    def _lacking(self, held: set[ShardId], record: Record | None, session: Session | None) -> tuple[Held, ...]:
+        """Replicas that others count on and that are not here: of the newest record, because the predecessor died while
+        it set a bad one aside or somebody took them away; of any generation, because they were found bad just now.
+        Their owners can't know, and have to hear of it."""
+        if session is None or all(one.node_id != self.options.node_id for one in session.members):
+            return ()  # under another name than its predecessor's this node keeps what it has, and owes nobody
+        hosted = place(session.members, session.replicas, session.strategy).held_by(self.options.node_id)
+        expected = {shard for shard in self._set_aside if shard.rank in hosted}
+        if record is not None:
+            expected |= {ShardId(record.generation, rank, record.world) for rank in hosted}
+        return tuple(Held(shard, b"", 0, 0) for shard in sorted(expected - held, key=lambda shard: shard.rank))
+
+    # --- what a successor needs -----------------------------------------------------------------------------
+
+    def keep_bundle(self, bundle: Bundle, address: str) -> None:
+        # One file: a successor must not find one launch's key beside another's certificate.
+        parts = [bundle.certificate_pem, bundle.key_pem, bundle.ca_pem, address.encode()]
+        text = json.dumps([part.decode() for part in parts])
+        self._durably("the credentials", lambda: self.store.write_secret(_CREDENTIALS, text.encode()))
+
+    def _read_session(self) -> Session | None:
+        data = self.store.read_session()
+        if data is None:
+            return None
+        try:
+            return decode_session(data)
+        except CorruptShardError as error:
+            _log.warning("the session was not understood and is forgotten: %s", error)
+            return None
+
+    def _listen_again(self) -> None:
+        """At the same address as the predecessor, or else at another one, which hellos then spread."""
+        from flashckpt.address import parse_address
+        from flashckpt.credentials import Bundle
+
+        kept = self.store.read_secret(_CREDENTIALS)
+        if kept is None:
+            _log.warning("no credentials: other nodes are not spoken to until a trainer brings some")
+            return
+        certificate, key, ca, address = json.loads(kept)
+        host, port = parse_address(address)
+        bundle = Bundle(certificate.encode(), key.encode(), ca.encode())
+        try:
+            self.peers.listen(bundle, host, port)
+        except (FlashError, OSError) as error:
+            _log.warning("can't listen at %s any more: %s; taking another port", address, error)
+            self.peers.listen(bundle, host, 0)
+            self.peers.greet()

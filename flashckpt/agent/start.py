@@ -1,0 +1,293 @@
+"""Finding, starting and stopping the agent of one job on this node, from a trainer or the command line. No torch."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from flashckpt.agent.lock import AgentLock, Holder
+from flashckpt.agent.process import HELD, LOG_NAME, OK, SOCKET_NAME, Options, open_log, read_log_tail
+from flashckpt.errors import AgentError, FlashError, IncompatibleError
+from flashckpt.store.directory import open_directory
+from flashckpt.store.owner import Owner, is_dead
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from flashckpt.config import Settings
+    from flashckpt.store.directory import Directory
+
+_TAIL_LINES = 8
+_SLICE_SECONDS = 0.5
+_RETRY_SECONDS = 0.02
+
+# All that an agent gets of its starter's environment. Not in it: whatever a launcher or a user put there for the
+# trainers (keys, tokens, proxies, preloaded libraries), which would stay readable for as long as the agent lives.
+_KEPT = (
+    *("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ"),
+    "LD_LIBRARY_PATH",  # without it some clusters' interpreters do not even start
+    *("FLASHCKPT_LOG", "FLASHCKPT_TESTING", "FLASHCKPT_FAILPOINTS_LOG"),  # all else it is told, or trainers bring it
+    *("GRPC_VERBOSITY", "GRPC_TRACE"),
+)
+# What kills a trainer in a test must not kill the agent too, and again whenever it is restarted.
+_AGENT_FAILPOINTS = "FLASHCKPT_AGENT_FAILPOINTS"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A live agent."""
+
+    pid: int  # as its own pid namespace counts
+    started: bool  # by this very call
+    log_path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a look at this node's agent showed."""
+
+    holder: Holder
+    status: dict[str, Any] | None  # what it answered; None: it lives, but does not answer
+    problem: str  # why not
+    log_path: str
+
+
+def options_of(settings: Settings) -> Options:
+    """How a trainer with these settings starts its node's agent."""
+    config = settings.config
+    return Options(
+        job=settings.job,
+        memory_dir=settings.memory_dir,
+        node_id=settings.node_id,
+        linger=config.agent_linger,
+        budget_bytes=config.memory_budget_bytes,
+        replicate_max_mbps=config.replicate_max_mbps,
+        # Several signs of life may be lost or late before a node counts as down.
+        beat_interval=min(1.0, config.peer_timeout / 4),
+        peer_timeout=config.peer_timeout,
+    )
+
+
+def ensure_agent(options: Options, timeout: float = 30.0) -> Found:
+    """The job's agent on this node, started if there is none. Returns once it answers.
+
+    Of several who call this at once one starts it, the others find it. AgentError, with the end of its log, where
+    it can't be started, or lives and does not answer within `timeout`; IncompatibleError where it is another node's.
+    """
+    deadline = time.monotonic() + timeout
+    directory = open_directory(options.memory_dir, options.job)
+    try:
+        started = False
+        while True:
+            holder = AgentLock(directory).holder()
+            if holder is None:
+                started = _spawn(directory, options, deadline)
+                holder = AgentLock(directory).holder()
+            status = None if holder is None else _ask_until(directory, holder, deadline)
+            if holder is not None and status is not None:
+                _check_node(options, holder, status)
+                return Found(holder.pid, started, str(directory.path / LOG_NAME))
+            # It ended between two looks. Whoever is there next time is as good.
+            if time.monotonic() > deadline:
+                raise _failed(directory, f"expected it within {timeout:g} s, found that each one ended", 0)
+            time.sleep(_RETRY_SECONDS)
+    finally:
+        directory.close()
+
+
+def look(memory_dir: str, job: str, timeout: float = 2.0) -> Seen | None:
+    """The agent that runs now, and what it says; None where none runs. NotFoundError where the job has no directory."""
+    directory = open_directory(memory_dir, job, create=False)
+    try:
+        holder = AgentLock(directory).holder()
+        if holder is None:
+            return None
+        log_path = str(directory.path / LOG_NAME)
+        try:
+            return Seen(holder, _ask(directory, timeout), "", log_path)
+        except FlashError as error:
+            return Seen(holder, None, f"{error.message}{_state(holder.owner)}", log_path)
+    finally:
+        directory.close()
+
+
+def stop_agent(memory_dir: str, job: str, timeout: float, *, kill: bool = False) -> Holder | None:
+    """Tells the agent to drain and waits until it has exited; None where none runs.
+
+    AgentError where it is still there after `timeout`; with `kill` it is then ended at once instead: what is sealed
+    stays, and the next agent goes on with it.
+    """
+    directory = open_directory(memory_dir, job, create=False)
+    try:
+        lock = AgentLock(directory)
+        holder = lock.holder()
+        if holder is None:
+            return None
+        if holder.owner.pid_namespace != Owner.current().pid_namespace:
+            return _stop_elsewhere(directory, lock, holder, timeout)
+        try:
+            pidfd = os.pidfd_open(holder.pid)
+        except ProcessLookupError:
+            return holder
+        try:
+            # Only now the descriptor is known to be the holder's, and not that of a process that got its pid since.
+            if is_dead(holder.owner):
+                return holder
+            for number, patience in ((signal.SIGTERM, timeout), *([(signal.SIGKILL, timeout)] if kill else [])):
+                signal.pidfd_send_signal(pidfd, number)
+                if _await_exit(pidfd, patience):
+                    return holder
+        finally:
+            os.close(pidfd)
+        raise _still_there(directory, holder, timeout)
+    finally:
+        directory.close()
+
+
+def environment_of_agent(environ: Mapping[str, str]) -> dict[str, str]:
+    """What a started agent gets to see of the starter's environment."""
+    kept = {name: environ[name] for name in _KEPT if name in environ}
+    if _AGENT_FAILPOINTS in environ:
+        kept["FLASHCKPT_FAILPOINTS"] = environ[_AGENT_FAILPOINTS]
+    return {**kept, "GRPC_ENABLE_FORK_SUPPORT": "0"}
+
+
+def _spawn(directory: Directory, options: Options, deadline: float) -> bool:
+    """True if the new agent runs, False if somebody else's was quicker. AgentError if it died."""
+    if not sys.executable:
+        raise AgentError(
+            "expected the path of the Python interpreter in sys.executable, found none",
+            hint="start the agent yourself before the trainers: `flashckpt agent start`",
+        )
+    remaining = max(0.1, deadline - time.monotonic())
+    log = open_log(directory)
+    start_bytes = os.fstat(log).st_size
+    # -I: neither the working directory nor PYTHON* variables decide what is imported. The process forks twice
+    # by itself, so that what is waited for here is gone, and reaped, when the agent runs.
+    command = [sys.executable, "-I", "-m", "flashckpt.agent", "run", "--daemon", f"--start-timeout={remaining:.3f}"]
+    try:
+        child = subprocess.Popen(
+            [*command, *options.arguments()],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            cwd="/",
+            env=environment_of_agent(os.environ),
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise AgentError(f"{sys.executable}: expected to run it, found: {error.strerror}") from error
+    finally:
+        os.close(log)
+    try:
+        code = child.wait(remaining + 1)
+    except subprocess.TimeoutExpired as error:
+        raise _failed(directory, f"expected it to be ready within {remaining:.1f} s", start_bytes) from error
+    finally:
+        if child.poll() is None:
+            child.kill()
+            child.wait()
+    if code not in (OK, HELD):
+        raise _failed(directory, f"expected it to run, found that it ended with exit code {code}", start_bytes)
+    return code == OK
+
+
+def _ask_until(directory: Directory, holder: Holder, deadline: float) -> dict[str, Any] | None:
+    """What the agent says of itself; None if it ended meanwhile. Somebody may just be starting it."""
+    while True:
+        remaining = deadline - time.monotonic()
+        try:
+            return _ask(directory, max(0.05, min(_SLICE_SECONDS, remaining)))
+        except FlashError as error:
+            if AgentLock(directory).holder() is None:
+                return None
+            if remaining <= 0:
+                raise AgentError(
+                    f"agent of job {directory.job!r} with {holder}: expected an answer on "
+                    f"{directory.path / SOCKET_NAME}, found none{_state(holder.owner)}",
+                    hint="let it go on (SIGCONT) if it was stopped; else `flashckpt agent stop --kill` ends it; "
+                    f"its log is {directory.path / LOG_NAME}",
+                    pid=holder.pid,
+                ) from error
+            time.sleep(_RETRY_SECONDS)
+
+
+def _ask(directory: Directory, timeout: float) -> dict[str, Any]:
+    from flashckpt.rpc.agent_client import AgentClient
+
+    # Without waiting for the channel first: gRPC looks at its state only every 0.2 s. Where nobody listens yet
+    # the call fails at once, and the caller decides whether to ask again.
+    with AgentClient(_socket_path(directory), timeout=timeout) as client:
+        return client.status()
+
+
+def _socket_path(directory: Directory) -> str:
+    # By way of the held descriptor: as long as the job's name may be, and whatever happens to the path.
+    return f"/proc/self/fd/{directory.fd}/{SOCKET_NAME}"
+
+
+def _check_node(options: Options, holder: Holder, status: dict[str, Any]) -> None:
+    if status["node"] != options.node_id:
+        raise IncompatibleError(
+            f"memory directory {options.memory_dir}: expected the agent of node {options.node_id!r}, found that of "
+            f"node {status['node']!r} with {holder}",
+            hint="several nodes on one machine each need their own FLASHCKPT_MEMORY_DIR",
+            pid=holder.pid,
+        )
+
+
+def _stop_elsewhere(directory: Directory, lock: AgentLock, holder: Holder, timeout: float) -> Holder:
+    """An agent of another container: its pid means nothing here, but it hears us."""
+    from flashckpt.rpc.agent_client import AgentClient
+
+    deadline = time.monotonic() + timeout
+    with AgentClient(_socket_path(directory)) as client:
+        client.stop(timeout)
+    while lock.holder() is not None:
+        if time.monotonic() > deadline:
+            raise _still_there(directory, holder, timeout)
+        time.sleep(_RETRY_SECONDS)
+    return holder
+
+
+def _await_exit(pidfd: int, timeout: float) -> bool:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(timeout * 1000))
+
+
+def _still_there(directory: Directory, holder: Holder, timeout: float) -> AgentError:
+    return AgentError(
+        f"agent of job {directory.job!r} with {holder}: expected it to end within {timeout:g} s, found that it runs"
+        + _state(holder.owner),
+        hint=f"its log {directory.path / LOG_NAME} says what it waits for; --kill does not wait",
+        pid=holder.pid,
+    )
+
+
+def _state(owner: Owner) -> str:
+    """Where the kernel knows why a process does not answer."""
+    if owner.pid_namespace != Owner.current().pid_namespace:
+        return ""
+    try:
+        with open(f"/proc/{owner.pid}/stat", "rb") as file:
+            state = file.read().rpartition(b")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+    return {b"T": " (it is stopped)", b"t": " (a debugger holds it)", b"D": " (the kernel holds it)"}.get(state, "")
+
+
+def _failed(directory: Directory, what: str, start_bytes: int) -> AgentError:
+    tail = read_log_tail(directory, _TAIL_LINES, start_bytes)
+    log = f"; its log ends with:\n{tail}" if tail else ""
+    missing = "No module named flashckpt" in tail
+    return AgentError(
+        f"agent of job {directory.job!r} in {directory.path}: {what}{log}",
+        hint=f"{sys.executable} -I has to find flashckpt: install it there, not only in PYTHONPATH" if missing else "",
+    )

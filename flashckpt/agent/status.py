@@ -1,0 +1,135 @@
+"""What an agent tells of itself: plain values that JSON can hold. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import TYPE_CHECKING, Any
+
+from flashckpt import __version__
+from flashckpt.agent.commit import launch_of, missing_ranks
+from flashckpt.types import Level, age_order
+
+if TYPE_CHECKING:
+    from flashckpt.agent.core import AgentCore
+    from flashckpt.agent.process import Options
+    from flashckpt.store.audit import StoreStatus
+    from flashckpt.types import Fence, Generation, Held, Launch
+
+
+def describe(
+    core: AgentCore,
+    now: float,
+    *,
+    options: Options,
+    store: StoreStatus,
+    uptime: float,
+    leases: list[dict[str, int]],
+    address: str,
+    scrubbed: tuple[int, int],
+    draining: bool,
+) -> dict[str, Any]:
+    """A moment's view."""
+    session = core.session
+    return {
+        "version": __version__,
+        "pid": os.getpid(),
+        "job": options.job,
+        "node": options.node_id,
+        "address": address,
+        "uptime_seconds": round(uptime, 3),
+        "draining": draining,
+        "launch": _launch(session.launch if session else None),
+        "fenced": core.is_fenced,
+        "fence": _fence(core.fence),
+        "coordinator": session.coordinator if session else None,
+        "world": session.world if session else None,
+        "replicas": {"asked": session.replicas if session else 0, "effective": core.replicas},
+        "placement": core.placement.reason if core.placement else "",
+        "trainers": leases,
+        "peers": _peers(core, now),
+        "generations": [_generation(core, generation, now) for generation in _generations(core)],
+        "backlog": [
+            {
+                "step": held.shard.generation.step,
+                "rank": held.shard.rank,
+                "to": node_id,
+                "size_bytes": held.size_bytes,
+                "running": running,
+                "problem": problem,
+            }
+            for held, node_id, running, problem in core.backlog()
+        ],
+        "scrub": {"passes": scrubbed[0], "found": scrubbed[1]},
+        "memory": dataclasses.asdict(store),
+    }
+
+
+def _generations(core: AgentCore) -> list[Generation]:
+    known = {shard.generation for shard in core.held} | {record.generation for record in core.records}
+    return sorted(known, key=age_order, reverse=True)
+
+
+def _generation(core: AgentCore, generation: Generation, now: float) -> dict[str, Any]:
+    held = sorted((one for shard, one in core.held.items() if shard.generation == generation), key=_rank)
+    record = next((one for one in core.records if one.generation == generation), None)
+    reported = core.reported(generation) if core.is_coordinator else {}
+    level = Level.REPLICATED if record is not None and record.replicas else Level.SEALED if held else Level.NONE
+    found: dict[str, Any] = {
+        "step": generation.step,
+        "epoch": generation.epoch,
+        "nonce": f"{generation.nonce:016x}",
+        "seq": generation.seq,
+        "this_launch": core.session is not None and launch_of(generation) == core.session.launch,
+        "level": level.name.lower(),
+        "committed_at": record.committed_at if record else None,
+        "replicas": record.replicas if record else None,
+        "shards": [_shard(core, one) for one in held],
+    }
+    if core.is_coordinator and core.session is not None and record is None and found["this_launch"]:
+        found["waiting_for_ranks"] = missing_ranks(reported, core.session.world)
+    if generation in core.voids:
+        found["given_up"] = core.voids[generation]
+    return found
+
+
+def _shard(core: AgentCore, held: Held) -> dict[str, Any]:
+    holders = sorted(core.acks.get(held.shard, ()))
+    return {
+        "rank": held.shard.rank,
+        "world": held.shard.world,
+        "size_bytes": held.size_bytes,
+        "digest": held.digest.hex(),
+        "own": core.owns(held.shard),
+        "holders": holders,
+    }
+
+
+def _peers(core: AgentCore, now: float) -> list[dict[str, Any]]:
+    silent = core.silent(now)
+    members = {member.node_id: member for member in core.session.members} if core.session else {}
+    return [
+        {
+            "node": node_id,
+            "address": peer.address,
+            "domain": members[node_id].domain if node_id in members else "",
+            "state": "down" if node_id in silent else "up",
+            "silent_seconds": round(now - silent[node_id][0], 3) if node_id in silent else None,
+            "problem": silent[node_id][1] if node_id in silent else peer.problem,
+        }
+        for node_id, peer in sorted(core.peers.items())
+    ]
+
+
+def _launch(launch: Launch | None) -> dict[str, Any] | None:
+    return None if launch is None else {"epoch": launch.epoch, "nonce": f"{launch.nonce:016x}"}
+
+
+def _fence(fence: Fence | None) -> dict[str, Any] | None:
+    if fence is None:
+        return None
+    return {"step": fence.step, "epoch": fence.epoch, "nonce": f"{fence.nonce:016x}"}
+
+
+def _rank(held: Held) -> int:
+    return held.shard.rank

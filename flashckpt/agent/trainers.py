@@ -1,0 +1,319 @@
+"""The agent's side towards the trainers of its node: leases, slots, and what becomes of their generations."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import itertools
+import logging
+import os
+import queue
+import secrets
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from flashckpt.agent.messages import (
+    FencePut,
+    GaveUp,
+    Grant,
+    LeaseEnded,
+    RefuseBusy,
+    RefuseFenced,
+    Sealed,
+    SlotWanted,
+    WantDropped,
+)
+from flashckpt.errors import BusyError, ClosedError, DeadlineError, DeniedError, FencedError, IncompatibleError
+from flashckpt.failpoints import failpoint
+from flashckpt.rpc.api import VERSION, Lease, Progress
+from flashckpt.store.owner import Owner, is_dead
+from flashckpt.types import Fence, Launch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from flashckpt.agent.messages import Effect
+    from flashckpt.agent.shell import Shell
+    from flashckpt.credentials import Bundle
+    from flashckpt.types import Generation, Session, ShardId
+
+_log = logging.getLogger(__name__)
+
+_TICKET_BYTES = 16
+_MAX_LEASES = 1024
+_MAX_NEWS = 1024  # that a trainer which does not read leaves waiting; beyond, the oldest goes
+_QUIET_SECONDS = 1.0
+_GRACE_SECONDS = 1.0  # beyond a request's deadline, until the core says so
+
+
+@dataclass(slots=True)
+class _Trainer:
+    """A live process with a lease, and what it is about."""
+
+    lease_id: int
+    ticket: bytes
+    owner: Owner
+    rank: int
+    news: queue.Queue[Progress | None] | None = None
+    request_id: int = 0  # of its newest request for a slot; older ones were given up by the caller
+    slot_id: int | None = None  # what it was granted last
+    shard: ShardId | None = None  # for which shard; None once it has said what became of it
+
+
+@dataclass(slots=True)
+class _Request:
+    """A slot that somebody waits for."""
+
+    answered: threading.Event = field(default_factory=threading.Event)
+    answer: Effect | None = None
+
+
+class Trainers:
+    """What rpc's agent server calls (AgentApi). Any thread."""
+
+    def __init__(self, shell: Shell) -> None:
+        self._shell = shell
+        self._lock = threading.Lock()  # protects the two dictionaries; never held while the core is asked
+        self._leases: dict[int, _Trainer] = {}
+        self._requests: dict[int, _Request] = {}
+        self._numbers = itertools.count(1)
+        self._closed = False
+        self.idle_since: float | None = time.monotonic()  # None while there is a lease
+
+    # --- leases ---------------------------------------------------------------------------------------------
+
+    def hello(self, owner: Owner, rank: int, version: int, job: str) -> Lease:
+        if version != VERSION:
+            raise IncompatibleError(
+                f"agent {os.getpid()}: expected protocol version {VERSION}, found {version}",
+                hint="stop this agent (`flashckpt agent stop`): the trainer then starts one of its own version",
+            )
+        if job != self._shell.options.job:
+            raise IncompatibleError(f"agent of job {self._shell.options.job!r}: found a trainer of job {job!r}")
+        if owner.pid_namespace != Owner.current().pid_namespace:
+            _log.warning(
+                "rank %d is in another pid namespace: its end can't be noticed, and what it held stays until a reboot; "
+                "run agent and trainers in one (shareProcessNamespace, --pid)",
+                rank,
+            )
+        lease = _Trainer(next(self._numbers), secrets.token_bytes(_TICKET_BYTES), owner, rank)
+        with self._lock:
+            if self._closed:
+                raise ClosedError(f"agent {os.getpid()} is stopping", hint="try again in a moment")
+            if len(self._leases) >= _MAX_LEASES:
+                raise BusyError(f"agent {os.getpid()}: expected at most {_MAX_LEASES} trainers")
+            self._leases[lease.lease_id] = lease
+            self.idle_since = None
+        _log.info("rank %d, process %d: lease %d", rank, owner.pid, lease.lease_id)
+        return self._lease(lease)
+
+    def _lease(self, lease: _Trainer) -> Lease:
+        return Lease(lease.ticket, os.getpid(), self._shell.options.node_id, self._shell.store.granule_bytes)
+
+    def lease_of(self, ticket: bytes) -> Lease | None:
+        try:
+            return self._lease(self._find(ticket))
+        except DeniedError:
+            return None
+
+    def bye(self, ticket: bytes) -> None:
+        self._end(self._find(ticket), "said goodbye")
+
+    def end_dead(self) -> None:
+        """Ends the leases of processes that are gone, and takes back what they were writing into."""
+        with self._lock:
+            leases = list(self._leases.values())
+        dead = [lease for lease in leases if is_dead(lease.owner)]
+        if dead:
+            # IMPORTANT: before the core takes what they were writing for given up. They may have sealed it, and died
+            # before they could say so.
+            self._shell.look_around()
+        for lease in dead:
+            self._end(lease, "is gone")
+        if dead:
+            self._shell.store.reclaim()
+
+    def _end(self, lease: _Trainer, how: str) -> None:
+        with self._lock:
+            if self._leases.pop(lease.lease_id, None) is None:
+                return
+            if not self._leases:
+                self.idle_since = time.monotonic()
+            _offer(lease.news, None)
+        _log.info("rank %d, process %d %s: lease %d ends", lease.rank, lease.owner.pid, how, lease.lease_id)
+        self._shell.feed(LeaseEnded(lease.lease_id))
+
+    def _find(self, ticket: bytes) -> _Trainer:
+        with self._lock:
+            for lease in self._leases.values():
+                if hmac.compare_digest(lease.ticket, ticket):
+                    return lease
+        raise DeniedError("no live lease has this ticket", hint="say hello again: the agent was restarted")
+
+    # --- launches -------------------------------------------------------------------------------------------
+
+    def listen(self, credentials: Bundle, advertise: str | None, port: int) -> str:
+        return self._shell.peers.listen(credentials, advertise, port)
+
+    def begin(self, ticket: bytes, session: Session, credentials: Bundle | None) -> None:
+        self._find(ticket)
+        failpoint("before_begin")
+        self._raise_if_refused(self._shell.begin(session, credentials))
+
+    def put_fence(self, ticket: bytes, fence: Fence, base: Generation | None) -> Fence:
+        self._find(ticket)
+        self._raise_if_refused(self._shell.feed(FencePut(Launch(fence.epoch, fence.nonce), fence, base)))
+        return self._shell.fence or fence
+
+    def _raise_if_refused(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, RefuseFenced) and effect.request_id is None:
+                raise FencedError(f"job {self._shell.options.job!r}: {effect.reason}")
+
+    # --- slots ----------------------------------------------------------------------------------------------
+
+    def acquire(self, ticket: bytes, shard: ShardId, size_bytes: int, on_busy: str, timeout: float) -> int:
+        lease = self._find(ticket)
+        request_id, request = next(self._numbers), _Request()
+        with self._lock:
+            self._requests[request_id] = request
+            lease.request_id = request_id
+        try:
+            failpoint("before_slot")
+            deadline = time.monotonic() + timeout
+            # To ask for the next slot is to have ended with the one before: sealed, perhaps, and the word of it lost.
+            if lease.shard is not None and (held := self._shell.hold(lease.shard)) is not None:
+                self._shell.feed(Sealed(held))
+            self._shell.feed(SlotWanted(request_id, lease.lease_id, shard, on_busy == "wait", deadline))
+            request.answered.wait(timeout + _GRACE_SECONDS)
+            self._check_granted(request, shard, timeout)
+            slot_id = self._grant(lease, request_id, shard, size_bytes)
+            failpoint("after_slot")
+        except BaseException:
+            self._shell.feed(WantDropped(request_id))
+            raise
+        finally:
+            with self._lock:
+                del self._requests[request_id]
+        return slot_id
+
+    def _grant(self, lease: _Trainer, request_id: int, shard: ShardId, size_bytes: int) -> int:
+        """IMPORTANT: takes back only what this very lease was granted and never wrote into. Another Checkpointer of
+        the same process, or a later request of this one, may be writing into its own."""
+        with self._lock:
+            if lease.request_id != request_id:
+                raise DeadlineError(f"{shard}: whoever asked has asked again meanwhile")
+            left_over, lease.slot_id = lease.slot_id, None
+        if left_over is not None:
+            self._shell.store.withdraw(left_over, lease.owner)
+        slot_id = self._shell.store.grant(size_bytes, lease.owner)
+        with self._lock:
+            lease.slot_id, lease.shard = slot_id, shard
+        return slot_id
+
+    def _check_granted(self, request: _Request, shard: ShardId, timeout: float) -> None:
+        match request.answer:
+            case Grant():
+                return
+            case RefuseBusy(_, reason):
+                raise BusyError(
+                    reason,
+                    hint="save less often, raise slots_per_rank, or look at `flashckpt status` for what lags",
+                    step=shard.generation.step,
+                )
+            case RefuseFenced(_, reason):
+                raise FencedError(
+                    f"job {self._shell.options.job!r}: {reason}",
+                    hint="this process belongs to a launch that was replaced; end it",
+                )
+            case _:
+                raise DeadlineError(f"{shard}: expected a slot within {timeout:g} s, found no answer of the agent")
+
+    def prepare(self, ticket: bytes, size_bytes: int, count: int, timeout: float) -> None:
+        self._shell.store.prepare_for(size_bytes, count, self._find(ticket).owner)
+
+    def sealed(self, ticket: bytes, shard: ShardId, tag: int, slot_id: int) -> None:
+        lease = self._find(ticket)
+        failpoint("before_adopt")
+        held = self._shell.hold(shard)
+        if held is not None:
+            self._shell.feed(Sealed(held))
+        self._settle(lease, shard.generation)
+        failpoint("after_adopt")
+
+    def void(self, ticket: bytes, generation: Generation) -> None:
+        lease = self._find(ticket)
+        failpoint("before_give_up")
+        self._shell.feed(GaveUp(generation, lease.rank))
+        self._settle(lease, generation)
+
+    def _settle(self, lease: _Trainer, generation: Generation) -> None:
+        """So that its next request for a slot, which the training thread waits for, need not look for the shard."""
+        with self._lock:
+            if lease.shard is not None and lease.shard.generation == generation:
+                lease.shard = None
+
+    # --- news -----------------------------------------------------------------------------------------------
+
+    def watch(self, ticket: bytes) -> Iterator[Progress | None]:
+        """What becomes of the generations, beginning with what is already known; None while nothing is new."""
+        lease = self._find(ticket)
+        news: queue.Queue[Progress | None] = queue.Queue(_MAX_NEWS)
+        with self._lock:
+            _offer(lease.news, None)
+            lease.news = news
+        yield from self._shell.known_progress()
+        while True:
+            try:
+                progress = news.get(timeout=_QUIET_SECONDS)
+            except queue.Empty:
+                yield None
+                continue
+            if progress is None:
+                return
+            yield progress
+
+    def notify(self, progress: Progress) -> None:
+        with self._lock:
+            for lease in self._leases.values():
+                _offer(lease.news, progress)
+
+    def answer(self, request_id: int, answer: Effect) -> None:
+        with self._lock:
+            request = self._requests.get(request_id)
+        if request is not None:
+            request.answer = answer
+            request.answered.set()
+
+    def close(self) -> None:
+        """Ends all watches: trainers see that the agent goes, and look for its successor."""
+        with self._lock:
+            self._closed = True
+            for lease in self._leases.values():
+                _offer(lease.news, None)
+
+    # --- operators ------------------------------------------------------------------------------------------
+
+    def status(self) -> dict[str, Any]:
+        return self._shell.status()
+
+    def stop(self, drain_timeout: float) -> None:
+        self._shell.stop()
+
+    def leases(self) -> list[dict[str, int]]:
+        with self._lock:
+            return [{"rank": one.rank, "pid": one.owner.pid} for one in self._leases.values()]
+
+
+def _offer(news: queue.Queue[Progress | None] | None, one: Progress | None) -> None:
+    """Never waits: whoever does not read loses the oldest."""
+    while news is not None:
+        try:
+            news.put_nowait(one)
+        except queue.Full:
+            with contextlib.suppress(queue.Empty):
+                news.get_nowait()
+        else:
+            return

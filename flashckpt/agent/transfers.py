@@ -1,0 +1,70 @@
+"""Pushes that have to happen, and when each is tried again. No I/O."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from flashckpt.types import age_order
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from flashckpt.types import Generation, Held, ShardId
+
+_MOST_DOUBLINGS = 16
+
+
+@dataclass(slots=True)
+class Transfer:
+    """One shard on its way to one node."""
+
+    held: Held
+    node_id: str
+    running: bool = False
+    failures: int = 0
+    next_at: float = 0.0
+    problem: str = ""
+
+    def failed(self, reason: str, now: float, first: float, most: float) -> None:
+        """It is tried again, later each time."""
+        self.failures += 1
+        self.problem = reason
+        self.next_at = now + min(first * 2 ** min(self.failures - 1, _MOST_DOUBLINGS), most)
+
+
+class Transfers(dict["tuple[ShardId, str]", Transfer]):
+    """By shard and node."""
+
+    def want(self, held: Held, node_id: str, now: float) -> None:
+        self.setdefault((held.shard, node_id), Transfer(held, node_id, next_at=now))
+
+    def start_due(self, now: float, per_node: int) -> list[Transfer]:
+        """Those that begin now; at most so many run to one node at a time."""
+        running: dict[str, int] = {}
+        for one in self.values():
+            running[one.node_id] = running.get(one.node_id, 0) + one.running
+        started = []
+        # The oldest first: its commit is what frees memory.
+        for one in sorted(self.values(), key=lambda one: held_order(one.held)):
+            if not one.running and now >= one.next_at and running[one.node_id] < per_node:
+                one.running = True
+                running[one.node_id] += 1
+                started.append(one)
+        return started
+
+    def drop(self, shard: ShardId) -> None:
+        for key in [key for key in self if key[0] == shard]:
+            del self[key]
+
+    def drop_generations(self, generations: Collection[Generation]) -> None:
+        for key in [key for key in self if key[0].generation in generations]:
+            del self[key]
+
+    def of(self, shard: ShardId) -> list[Transfer]:
+        return [one for one in self.values() if one.held.shard == shard]
+
+
+def held_order(held: Held) -> tuple[int, ...]:
+    """Oldest first."""
+    return (*age_order(held.shard.generation), held.shard.rank)

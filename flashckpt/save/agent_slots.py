@@ -1,0 +1,187 @@
+"""Slots of the node's agent: it grants them, and replicates what is sealed in them. The trainer's side."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+import weakref
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from flashckpt.errors import FencedError, FlashError
+from flashckpt.placement import place
+from flashckpt.types import Launch, Level, Session, age_order
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from flashckpt.agent.link import AgentLink
+    from flashckpt.config import CheckpointConfig
+    from flashckpt.credentials import Bundle
+    from flashckpt.rpc.agent_client import AgentClient
+    from flashckpt.rpc.api import Progress
+    from flashckpt.save.handle import SaveHandle
+    from flashckpt.store.slots import Sealed, Slot, SlotStore
+    from flashckpt.types import Fence, Generation, ShardId
+
+log = logging.getLogger(__name__)
+
+
+class AgentSlots:
+    """One rank's use of its node's agent."""
+
+    def __init__(
+        self,
+        store: SlotStore,
+        link: AgentLink,
+        session: Session,
+        credentials: Bundle | None,
+        config: CheckpointConfig,
+    ) -> None:
+        self._store = store
+        self._link = link
+        self._session = session
+        self._credentials = credentials
+        self._config = config
+        self._begun: tuple[Launch, bytes] | None = None  # the launch that this lease's agent knows we are in
+        self._told: Future[None] | None = None  # the last thing that is being told in the background
+        self._lock = threading.Lock()  # protects what follows: the link's thread brings news
+        self._handles: weakref.WeakValueDictionary[Generation, SaveHandle] = weakref.WeakValueDictionary()
+        self._early: dict[Generation, Progress] = {}  # news of a generation before anybody followed it
+        # One thread, so that the agent hears of shards in the order in which they were sealed.
+        self._teller = ThreadPoolExecutor(1, thread_name_prefix="flashckpt-tell")
+        link.on_progress = self._take_news
+
+    @property
+    def launch(self) -> Launch:
+        return self._session.launch
+
+    @property
+    def session(self) -> Session:
+        return self._session
+
+    @property
+    def hosted_ranks(self) -> tuple[int, ...]:
+        session = self._session
+        placement = place(session.members, session.replicas, session.strategy)
+        return placement.held_by(self._link.lease.node_id)
+
+    def enter(self, launch: Launch) -> None:
+        self._session = replace(self._session, launch=launch)
+
+    def begin(self) -> None:
+        """Takes the node's agent over for this launch. FencedError where a newer one has it."""
+        session, credentials = self._session, self._credentials
+        if self._begun == (session.launch, self._link.lease.ticket):
+            return
+
+        def begin(client: AgentClient, ticket: bytes, _: float) -> bytes:
+            client.begin(ticket, session, credentials)
+            return ticket
+
+        # Again for each lease: an agent that was restarted may not have understood what its predecessor left.
+        ticket = self._link.call(begin, self._config.save_timeout, "beginning the launch")
+        self._begun = (session.launch, ticket)
+
+    def acquire(self, shard: ShardId, size_bytes: int) -> Slot:
+        deadline = time.monotonic() + self._config.save_timeout
+        self.begin()
+        # The agent takes a request for the next slot as a sign that the one before came to nothing, unless it was told.
+        self._wait_until_told(deadline)
+        slot_id = self._link.call(
+            lambda client, ticket, left: client.acquire(ticket, shard, size_bytes, self._config.on_busy, left),
+            max(0.1, deadline - time.monotonic()),
+            "asking for a slot",
+        )
+        return self._store.attach(slot_id, size_bytes)
+
+    def sealed(self, sealed: Sealed) -> None:
+        self._tell(
+            lambda client, ticket, _: client.sealed(ticket, sealed.shard, sealed.tag, sealed.slot_id),
+            "telling of a sealed shard",
+        )
+
+    def void(self, generation: Generation) -> None:
+        self._tell(lambda client, ticket, _: client.void(ticket, generation), "giving a generation up")
+
+    def prepare(self, size_bytes: int) -> None:
+        count = self._config.slots_per_rank
+        self._link.call(
+            lambda client, ticket, left: client.prepare(ticket, size_bytes, count, left),
+            self._config.start_timeout,
+            "preparing slots",
+        )
+
+    def follow(self, handle: SaveHandle) -> None:
+        if handle.generation is None:
+            return
+        with self._lock:
+            self._handles[handle.generation] = handle
+            early = self._early.pop(handle.generation, None)
+        if early is not None:
+            _advance(handle, early)
+
+    def put_fence(self, fence: Fence, base: Generation | None) -> None:
+        self.begin()
+        self._link.call(
+            lambda client, ticket, _: client.put_fence(ticket, fence, base), self._config.save_timeout, "fencing"
+        )
+
+    def close(self) -> None:
+        if self._link.is_forked:
+            return  # the threads and the connection are the parent's
+        self._teller.shutdown(wait=True)
+        self._link.close()
+        with self._lock:
+            handles = list(self._handles.values())
+        for handle in handles:
+            handle.stop("the Checkpointer was closed; what is sealed is replicated without it")
+
+    def _tell(self, call: Callable[..., None], doing: str) -> None:
+        """In the background: the shard lies there and the agent looks for itself, so nothing depends on it."""
+
+        def tell() -> None:
+            try:
+                self._link.call(call, self._config.save_timeout, doing)
+            except FencedError as error:
+                log.warning("%s: %s", doing, error)
+            except FlashError as error:
+                log.warning("%s: %s; the agent finds it by itself once it runs", doing, error)
+
+        try:
+            self._told = self._teller.submit(tell)
+        except RuntimeError as error:  # at the interpreter's end
+            log.info("%s: %s", doing, error)
+
+    def _wait_until_told(self, deadline: float) -> None:
+        if self._told is not None:
+            with contextlib.suppress(TimeoutError):
+                self._told.result(max(0.0, deadline - time.monotonic()))
+
+    def _take_news(self, progress: Progress) -> None:
+        with self._lock:
+            handle = self._handles.get(progress.generation)
+            overtaken = [
+                other
+                for generation, other in self._handles.items()
+                if progress.level is Level.REPLICATED and age_order(generation) < age_order(progress.generation)
+            ]
+            if handle is None and progress.generation.nonce == self.launch.nonce:
+                self._early[progress.generation] = progress
+                while len(self._early) > 16:
+                    del self._early[next(iter(self._early))]
+        if handle is not None:
+            _advance(handle, progress)
+        for other in overtaken:
+            # News of it may have been lost with an agent; it matters only where it never got there.
+            other.stop(f"step {progress.generation.step} was replicated before it")
+
+
+def _advance(handle: SaveHandle, progress: Progress) -> None:
+    if progress.level is Level.NONE:
+        handle.stop(progress.reason)
+    else:
+        handle.advance(progress.level)

@@ -1,0 +1,173 @@
+"""Where a rank gets the slot that it writes its shard into, and who hears what became of it.
+
+`OwnSlots`: this process manages its slots itself (`agent="off"`, one node). `AgentSlots`, in agent_slots.py: the
+node's agent does, and replicates what lies in them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from typing import TYPE_CHECKING, Protocol
+
+from flashckpt.errors import BusyError, FlashError
+from flashckpt.failpoints import failpoint
+from flashckpt.save.retention import State, Verdict, judge, releasable
+from flashckpt.store.owner import Owner, is_dead
+from flashckpt.types import age_order
+
+if TYPE_CHECKING:
+    from flashckpt.config import CheckpointConfig
+    from flashckpt.save.handle import SaveHandle
+    from flashckpt.store.slots import Sealed, Slot, SlotStore
+    from flashckpt.types import Fence, Generation, Launch, Session, ShardId
+
+log = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.002
+
+
+class Slots(Protocol):
+    """What a writer needs. Every method has a deadline of its own."""
+
+    @property
+    def launch(self) -> Launch:
+        """The one that shards are written for."""
+
+    @property
+    def session(self) -> Session | None:
+        """What the agents know of the launch; None where there is none."""
+
+    @property
+    def hosted_ranks(self) -> tuple[int, ...]:
+        """Ranks of other nodes whose replicas lie on this one."""
+
+    def enter(self, launch: Launch) -> None:
+        """Goes on with another launch, from the next call on."""
+
+    def begin(self) -> None:
+        """Takes the node over for this launch, so that older ones change nothing any more. May be repeated."""
+
+    def acquire(self, shard: ShardId, size_bytes: int) -> Slot:
+        """A slot that nobody else writes into. Raises BusyError, NoSpaceError, FencedError, AgentError."""
+
+    def sealed(self, sealed: Sealed) -> None:
+        """The shard lies in sealed/. Never raises: it does so whether anybody hears of it or not."""
+
+    def void(self, generation: Generation) -> None:
+        """This rank will not complete the generation: the others need not wait for it. Never raises."""
+
+    def prepare(self, size_bytes: int) -> None:
+        """Makes the slots ahead that this rank still lacks."""
+
+    def follow(self, handle: SaveHandle) -> None:
+        """Tells the handle of every further level that its generation reaches."""
+
+    def put_fence(self, fence: Fence, base: Generation | None) -> None:
+        """Declares what lies above dead; `base` is the generation that was loaded."""
+
+    def close(self) -> None: ...
+
+
+class OwnSlots:
+    """Slots of this process. Ranks of a node see each other's progress in the directory they share."""
+
+    def __init__(self, store: SlotStore, launch: Launch, config: CheckpointConfig) -> None:
+        self._launch = launch
+        self._store = store
+        self._config = config
+        self._trimmed = False
+
+    @property
+    def launch(self) -> Launch:
+        return self._launch
+
+    @property
+    def session(self) -> None:
+        return None
+
+    @property
+    def hosted_ranks(self) -> tuple[int, ...]:
+        return ()
+
+    def enter(self, launch: Launch) -> None:
+        self._launch = launch
+
+    def begin(self) -> None:
+        """Without an agent only a fence does that."""
+
+    def acquire(self, shard: ShardId, size_bytes: int) -> Slot:
+        """Recycled from what may go; waits or refuses where nothing may go yet."""
+        deadline = time.monotonic() + self._config.save_timeout
+        me = Owner.current()
+        while True:
+            scan, verdicts = judge_store(self._store, self.launch)
+            free = releasable(verdicts)
+            mine = [one for one in scan if one.writer == me]
+            self._release_left_behind([one for one in scan if one.writer != me], free, shard)
+            if len(mine) < self._config.slots_per_rank:
+                return self._store.claim(size_bytes)
+            if not self._trimmed:
+                # All slots of our own: what earlier processes left (of another world size, say) is nobody's any more.
+                self._trimmed = True
+                self._store.trim()
+            oldest = min((one for one in mine if one.shard.generation in free), key=_age, default=None)
+            if oldest is not None:
+                failpoint("before_recycle")
+                self._store.release(oldest)
+                return self._store.claim(size_bytes)
+            self._wait_or_refuse(shard, verdicts, deadline)
+
+    def sealed(self, sealed: Sealed) -> None:
+        """The others see it in the directory."""
+
+    def void(self, generation: Generation) -> None:
+        """Where even that can't be done (the directory is gone), they find out at this rank's next save."""
+        with contextlib.suppress(FlashError, OSError):
+            self._store.mark_void(generation)
+
+    def prepare(self, size_bytes: int) -> None:
+        me = Owner.current()
+        mine = sum(one.writer == me for one in self._store.scan())
+        self._store.prepare(size_bytes, max(0, self._config.slots_per_rank - mine))
+
+    def follow(self, handle: SaveHandle) -> None:
+        """Sealed is as far as it gets."""
+
+    def put_fence(self, fence: Fence, base: Generation | None) -> None:
+        self._store.write_fence(fence)
+
+    def close(self) -> None:
+        pass
+
+    def _release_left_behind(self, others: list[Sealed], free: set[Generation], shard: ShardId) -> None:
+        """Gives shards of processes that are gone back to the pool.
+
+        Each rank takes those of its own number (modulo the world), so that ranks do not race for them and,
+        after a restart with the same world, finds a slot of just its size.
+        """
+        for one in others:
+            if one.shard.generation in free and one.shard.rank % shard.world == shard.rank and is_dead(one.writer):
+                self._store.release(one)
+
+    def _wait_or_refuse(self, shard: ShardId, verdicts: dict[Generation, Verdict], deadline: float) -> None:
+        pending = "; ".join(f"{g}: {v.reason}" for g, v in verdicts.items() if v.state is State.PENDING)
+        if self._config.on_busy == "skip" or time.monotonic() > deadline:
+            raise BusyError(
+                f"{shard}: all {self._config.slots_per_rank} slots hold generations that are still needed; {pending}",
+                hint="save less often, raise slots_per_rank, or look for the ranks that lag",
+                step=shard.generation.step,
+            )
+        time.sleep(_POLL_SECONDS)
+
+
+def judge_store(store: SlotStore, launch: Launch) -> tuple[tuple[Sealed, ...], dict[Generation, Verdict]]:
+    """The sealed shards of this node, and the state of each generation among them."""
+    scan = store.scan()
+    tags = {one.shard: one.tag for one in scan}
+    return scan, judge(tags, launch, store.read_fence(), store.voids())
+
+
+def _age(sealed: Sealed) -> tuple[int, int, int, int]:
+    return age_order(sealed.shard.generation)

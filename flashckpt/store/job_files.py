@@ -1,0 +1,158 @@
+"""The small files beside the slots, and who may use an opened store: fence, marks, session, records, secrets."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import stat
+from typing import TYPE_CHECKING
+
+from flashckpt.errors import ClosedError, ConflictError
+from flashckpt.store import fence, records, secret_files, session, voids
+from flashckpt.store.names import check_plain_name
+from flashckpt.store.owner import Owner
+from flashckpt.store.room import raise_if_full
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from flashckpt.store.directory import Directory
+    from flashckpt.store.room import RoomReader
+    from flashckpt.types import Fence, Generation, Record
+
+_forks = 0
+
+
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+# A child in a new pid namespace can have its parent's pid, so that comparing pids is not enough.
+os.register_at_fork(after_in_child=_count_fork)
+
+
+class JobFiles:
+    """One process's hand on the job's directory itself; SlotStore adds what lies below it."""
+
+    def __init__(self, directory: Directory, room: RoomReader) -> None:
+        self.path = directory.path
+        self._directory = directory
+        self._room = room
+        self._owner = Owner.current()
+        self._process = (os.getpid(), _forks)
+        self._closed = False
+
+    # -- fence and marks ----------------------------------------------------------------------------------
+
+    def read_fence(self) -> Fence | None:
+        self._check_usable()
+        return fence.read_fence(self._directory)
+
+    def write_fence(self, new: Fence) -> Fence:
+        """Adopts the fence where it is newer (see fence.py); returns the one in force."""
+        with self._writing_small():
+            return fence.write_fence(self._directory, new, self._owner)
+
+    def mark_void(self, generation: Generation) -> None:
+        """Tells the other processes here that this one will not complete the generation."""
+        self._check_usable()
+        voids.mark_void(self._directory, generation, self._owner)
+
+    def voids(self) -> frozenset[Generation]:
+        """The generations that somebody will not complete."""
+        self._check_usable()
+        return voids.read_voids(self._directory)
+
+    # -- what an agent keeps for its successor ------------------------------------------------------------
+
+    def read_session(self) -> bytes | None:
+        """None where there is none, or none that can be believed."""
+        self._check_usable()
+        return session.read_session(self._directory)
+
+    def write_session(self, payload: bytes) -> None:
+        with self._writing_small(len(payload)):
+            session.write_session(self._directory, payload, self._owner)
+
+    def write_record(self, record: Record) -> None:
+        """Keeps the newest four; of those, what the fence kills goes first."""
+        with self._writing_small():
+            records.write_record(self._directory, record, self._owner)
+
+    def read_records(self) -> tuple[Record, ...]:
+        """Newest launch and generation first; what can't be believed is left out, with a log line."""
+        self._check_usable()
+        return records.read_records(self._directory)
+
+    def drop_records(self, older_than: Generation) -> int:
+        """Of earlier launches, and of earlier generations of that launch. Returns how many."""
+        self._check_usable()
+        return records.drop_records(self._directory, older_than)
+
+    def write_secret(self, name: str, content: bytes) -> None:
+        with self._writing_small(len(content)):
+            secret_files.write_secret(self._directory, name, content, self._owner)
+
+    def read_secret(self, name: str) -> bytes | None:
+        """None where there is none. UnsafeDirectoryError where it was open to others."""
+        self._check_usable()
+        return secret_files.read_secret(self._directory, name)
+
+    def remove_secret(self, name: str) -> bool:
+        self._check_usable()
+        return secret_files.remove_secret(self._directory, name)
+
+    # -- where processes meet -----------------------------------------------------------------------------
+
+    @property
+    def job_dirfd(self) -> int:
+        """Of the job's directory; belongs to the store."""
+        self._check_usable()
+        return self._directory.fd
+
+    def socket_path(self, name: str) -> str:
+        """To bind or connect in this process while the store is open.
+
+        By way of the held descriptor: nobody can put another directory under it, and it is always short enough
+        for a socket's address, which holds 107 bytes.
+        """
+        return f"/proc/self/fd/{self.job_dirfd}/{check_plain_name(name)}"
+
+    def remove_socket(self, name: str) -> bool:
+        """What an agent that has died left bound. False where there is no socket of that name."""
+        self._check_usable()
+        found = self._directory.stat(None, check_plain_name(name))
+        if found is None or not stat.S_ISSOCK(found.st_mode):
+            return False
+        return self._directory.remove(None, name)
+
+    def open_lock(self, name: str) -> int:
+        """A descriptor for reading and writing of a file that is made where it is missing; the caller's to close."""
+        with self._writing_small():
+            return self._directory.open_file(None, check_plain_name(name), write=True, create=True)
+
+    # -- inside -------------------------------------------------------------------------------------------
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise ClosedError(f"slot store {self.path}: used after close()")
+        if not self._is_our_process():
+            raise ConflictError(
+                f"slot store {self.path}: opened by process {self._process[0]}, used by its fork {os.getpid()}",
+                hint="a fork must not write into its parent's slots: open a store of its own in the child",
+            )
+
+    def _is_our_process(self) -> bool:
+        return self._process == (os.getpid(), _forks)
+
+    @contextlib.contextmanager
+    def _writing_small(self, size_bytes: int = mmap.PAGESIZE) -> Iterator[None]:
+        self._check_usable()
+        self._directory.check_still_ours()
+        try:
+            yield
+        except OSError as error:
+            raise_if_full(error, size_bytes, self._room, str(self.path))
+            raise

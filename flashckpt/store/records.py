@@ -1,0 +1,92 @@
+"""The newest commit records that this node has heard of, each a file `record-<generation>`.
+
+A few are kept: a fence may kill the newest ones, and an older one then says what may not go.
+
+Failpoints: `before_record` · `mid_record` (written, not yet in force) · `after_record`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import struct
+from typing import TYPE_CHECKING
+
+from flashckpt.errors import ConfigError, UnsafeDirectoryError
+from flashckpt.failpoints import failpoint
+from flashckpt.store.fence import read_fence
+from flashckpt.store.names import Draft, parse_record_name, record_name
+from flashckpt.store.small_files import frame, read_framed, write_aside
+from flashckpt.types import Generation, Record
+
+if TYPE_CHECKING:
+    from flashckpt.store.directory import Directory
+    from flashckpt.store.owner import Owner
+
+KEPT_RECORDS = 4
+_log = logging.getLogger(__name__)
+_MAGIC = b"FCRECRD1"
+_FIELDS = struct.Struct("<QQQQIId")
+
+
+def write_record(directory: Directory, record: Record, writer: Owner) -> None:
+    """Keeps the newest ones; those that the fence kills go first. Writing one again changes nothing."""
+    content = frame(_MAGIC, _encode(record), directory.job)
+    failpoint("before_record")
+    name = record_name(record.generation)
+    write_aside(directory, name, content, Draft.RECORD, writer, pass_failpoint="mid_record")
+    failpoint("after_record")
+    fence = read_fence(directory)
+
+    def worth(generation: Generation) -> tuple[bool, Generation]:
+        return fence is None or not fence.kills(generation), generation
+
+    for generation in sorted(_generations(directory), key=worth, reverse=True)[KEPT_RECORDS:]:
+        directory.remove(None, record_name(generation))
+
+
+def read_records(directory: Directory) -> tuple[Record, ...]:
+    """Newest launch and generation first. What is torn, altered or another job's is left out."""
+    records = []
+    for generation in sorted(_generations(directory), reverse=True):
+        name = record_name(generation)
+        try:
+            payload = read_framed(directory, name, _MAGIC)
+        except FileNotFoundError:
+            continue  # dropped meanwhile
+        except UnsafeDirectoryError as error:
+            _log.warning("commit record ignored: %s", error)
+            continue
+        record = None if payload is None else _decode(payload)
+        if record is None or record.generation != generation:
+            _log.warning("commit record %s/%s is torn or foreign; ignored", directory.path, name)
+            continue
+        records.append(record)
+    return tuple(records)
+
+
+def drop_records(directory: Directory, older_than: Generation) -> int:
+    """Removes the records of earlier launches, and of earlier generations of that launch. Returns how many."""
+    old = [generation for generation in _generations(directory) if generation < older_than]
+    return sum(directory.remove(None, record_name(generation)) for generation in old)
+
+
+def _encode(record: Record) -> bytes:
+    try:
+        return _FIELDS.pack(*record.generation, record.world, record.replicas, record.committed_at)
+    except struct.error as error:
+        raise ConfigError(f"commit record of {record.generation}: {error}, found {record}") from error
+
+
+def _decode(payload: bytes) -> Record | None:
+    if len(payload) != _FIELDS.size:
+        return None
+    epoch, nonce, step, seq, world, replicas, committed_at = _FIELDS.unpack(payload)
+    if not math.isfinite(committed_at):
+        return None
+    return Record(Generation(epoch, nonce, step, seq), world, replicas, committed_at)
+
+
+def _generations(directory: Directory) -> list[Generation]:
+    parsed = (parse_record_name(name) for name in directory.names(None))
+    return [generation for generation in parsed if generation is not None]

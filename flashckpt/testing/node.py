@@ -1,0 +1,229 @@
+"""One node of a cluster: where its processes and its memory are, and how it can be made to suffer."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import flashckpt
+from flashckpt.agent.lock import AgentLock
+from flashckpt.errors import ConfigError, DeadlineError, NotFoundError
+from flashckpt.store.directory import open_directory
+from flashckpt.testing import processes
+from flashckpt.testing.launch import Process
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from typing import IO
+
+    from flashckpt.testing.host import Direction, Host
+
+Which = Literal["all", "agent", "trainers"]
+_STOP_TIMEOUT = 10.0
+# Of the outer process, which may be a trainer itself.
+_NOT_INHERITED = (
+    *("FLASHCKPT_", "TORCHELASTIC_", "GLOO_", "SLURM_", "LSB_", "PBS_"),
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_"),
+)
+
+
+class Node:
+    """Made by Cluster. Its name, memory and link change over time; its place in the cluster (`index`) does not."""
+
+    def __init__(self, *, index: int, name: str, job: str, domain: str, ranks: int, place: Path, scratch: Path) -> None:
+        self.index = index
+        self.name = name
+        self.job = job
+        self.domain = domain
+        self.ranks = ranks  # that a launch has here unless it says otherwise
+        self.memory_dir = str(place / "memory")
+        self._scratch = scratch
+        self._started: list[Process] = []
+        self._extra: dict[str, str] = {}
+        self.host: Host
+
+    def __repr__(self) -> str:
+        return f"<Node {self.index} {self.name!r} at {self.address}>"
+
+    @property
+    def address(self) -> str:
+        return self.host.address
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What every process of this node gets: ours, without what an outer launcher set, and this node's settings."""
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(_NOT_INHERITED)}
+        paths = [str(Path(flashckpt.__file__).parent.parent), *filter(None, [kept.get("PYTHONPATH")])]
+        settings = {"JOB": self.job, "NODE_ID": self.name, "MEMORY_DIR": self.memory_dir, "ADVERTISE": self.address}
+        if self.domain:
+            settings["DOMAIN"] = self.domain
+        return {
+            **kept,
+            "PYTHONPATH": os.pathsep.join(paths),
+            "OMP_NUM_THREADS": "1",
+            # Else gloo looks for the address of the host's name, which no name server knows.
+            "GLOO_SOCKET_IFNAME": self.host.interface,
+            **{f"FLASHCKPT_{name}": value for name, value in settings.items()},
+            **self._extra,
+        }
+
+    def set_environment(self, **variables: str) -> None:
+        """For processes started from now on, failpoints for example."""
+        self._extra.update(variables)
+
+    # --- processes ------------------------------------------------------------------------------------------
+
+    def start(self, argv: Sequence[str], *, environment: Mapping[str, str] | None = None, what: str = "") -> Process:
+        """Starts a process of this node, in a session of its own."""
+        what = what or f"{Path(argv[0]).name} on {self.name}"
+        log_path = self._scratch / f"node{self.index}-{len(self._started)}.log"
+        process = Process(self.host.wrap(list(argv)), {**self.environment, **(environment or {})}, log_path, what)
+        self._started.append(process)
+        return process
+
+    def run(
+        self, argv: Sequence[str], *, timeout: float = 60.0, environment: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs a command of this node to its end; its exit code is the caller's to look at.
+
+        Files take what it says, not pipes: a process that it leaves in the background would keep a pipe open.
+        """
+        with tempfile.TemporaryFile(dir=self._scratch) as output, tempfile.TemporaryFile(dir=self._scratch) as errors:
+            child = subprocess.Popen(
+                self.host.wrap(list(argv)),
+                env={**self.environment, **(environment or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=errors,
+                start_new_session=True,
+            )
+            try:
+                child.wait(timeout)
+            except subprocess.TimeoutExpired as error:
+                raise DeadlineError(
+                    f"{argv[0]} on {self.name}: expected it to end within {timeout} s, found it running; "
+                    f"it said last: {_text(errors)[-1000:]}"
+                ) from error
+            finally:
+                if child.poll() is None:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(child.pid, signal.SIGKILL)
+                    child.wait()
+            return subprocess.CompletedProcess(list(argv), child.returncode, _text(output), _text(errors))
+
+    def python(self, *arguments: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
+        """This interpreter with these arguments, on this node."""
+        return self.run([sys.executable, *arguments], timeout=timeout)
+
+    def pids(self) -> list[int]:
+        """All processes of this node: started here, or by one that was, however they detached themselves."""
+        agents = self.agent_pids()
+        return [seen.pid for seen in processes.look() if seen.pid in agents or self._owns(seen)]
+
+    def agent_pid(self) -> int | None:
+        """Of the agent of the cluster's job on this node; None where none runs."""
+        try:
+            directory = open_directory(self.memory_dir, self.job, create=False)
+        except NotFoundError:
+            return None
+        except ConfigError:
+            return None  # not even the directory of the memory directory: wiped, or not up yet
+        try:
+            holder = AgentLock(directory).holder()
+            return None if holder is None else holder.pid
+        finally:
+            directory.close()
+
+    def agent_pids(self) -> list[int]:
+        """As a list, for those who want to leave it alone, or only it."""
+        pid = self.agent_pid()
+        return [] if pid is None else [pid]
+
+    def leftovers(self) -> list[int]:
+        """Processes that are neither the agent, nor were started here, nor have such a one above them."""
+        seen = {one.pid: one for one in processes.look()}
+        roots = {*self.agent_pids(), *(process.pid for process in self._started)}
+        orphans = []
+        for pid in (one.pid for one in seen.values() if self._owns(one)):
+            above: int | None = pid
+            while above is not None and above not in roots:
+                above = seen[above].parent if above in seen else None
+            if above is None:
+                orphans.append(pid)
+        return orphans
+
+    # --- faults ---------------------------------------------------------------------------------------------
+
+    def kill(self) -> int:
+        """SIGKILL to all its processes, agent included; returns how many there were once they are gone."""
+        count = processes.kill_all(self.pids, f"node {self.name}")
+        for process in self._started:
+            process.kill()
+        return count
+
+    def wipe(self) -> None:
+        """Its memory is gone. Processes that still run keep what they have mapped."""
+        shutil.rmtree(self.memory_dir, ignore_errors=True)
+        if os.path.lexists(self.memory_dir):
+            shutil.rmtree(self.memory_dir)  # somebody wrote into it meanwhile: once more, and loudly
+
+    def replace(self, name: str | None = None) -> None:
+        """The machine is lost, and a blank one takes its place: same rack and address, maybe another name."""
+        self.kill()
+        self.wipe()
+        self.host.heal()
+        if name is not None:
+            self.host.rename(name)
+            self.name = name
+
+    def pause(self, which: Which = "all") -> list[int]:
+        """SIGSTOP; returns once they stand still, with their pids."""
+        pids = self._select(which)
+        for pid in pids:
+            processes.signal_to(pid, signal.SIGSTOP)
+        processes.wait_stopped(pids, _STOP_TIMEOUT)
+        return pids
+
+    def resume(self, which: Which = "all") -> list[int]:
+        """SIGCONT."""
+        pids = self._select(which)
+        for pid in pids:
+            processes.signal_to(pid, signal.SIGCONT)
+        return pids
+
+    def cut(self, peer: Node | None = None, direction: Direction = "both") -> None:
+        """Packets are lost without an error: all of them, or those to ("out") and from ("in") one peer."""
+        self.host.cut(None if peer is None else peer.host, direction)
+
+    def heal(self) -> None:
+        """Undoes every cut that was made at this node."""
+        self.host.heal()
+
+    def rate(self, mbit: float | None) -> None:
+        """Limits its link, in each direction; None: no limit."""
+        if mbit is not None and not mbit > 0:
+            raise ConfigError(f"rate: expected more than 0 Mbit/s or None, found {mbit}")
+        self.host.rate(mbit)
+
+    def _select(self, which: Which) -> list[int]:
+        agents = self.agent_pids()
+        if which == "agent":
+            if not agents:
+                raise NotFoundError(f"node {self.name}: expected an agent of job {self.job!r}, found none")
+            return agents
+        return [pid for pid in self.pids() if which == "all" or pid not in agents]
+
+    def _owns(self, seen: processes.Seen) -> bool:
+        return self.host.contains(seen) or seen.names(self.memory_dir)
+
+
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
