@@ -1,0 +1,81 @@
+"""One simulated machine: a memory directory that outlives its agent, and the real core of that agent."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from flashckpt.agent.messages import Started
+from flashckpt.load.inventory import Inventory
+
+if TYPE_CHECKING:
+    from flashckpt.agent.core import AgentCore
+    from flashckpt.types import Fence, Held, Launch, Record, Session, ShardId
+    from tests.sim.truth import Instance
+
+
+class File:
+    """A sealed shard in a directory. `instance` is the truth about where it comes from; no agent sees it."""
+
+    __slots__ = ("good", "held", "instance")
+
+    def __init__(self, held: Held, instance: Instance) -> None:
+        self.held = held
+        self.instance = instance
+        self.good = True
+
+
+class Machine:
+    """Everything but `core` and what follows it survives the agent; nothing survives the machine."""
+
+    def __init__(self, number: int, name: str, domain: str, offset: float) -> None:
+        self.number = number
+        self.name = name
+        self.domain = domain
+        self.offset = offset  # of its monotone clock
+        self.alive = True
+        self.isolated = False  # cut off from everybody, with its memory
+        # the directory
+        self.files: dict[ShardId, File] = {}
+        self.fence: Fence | None = None
+        self.records: tuple[Record, ...] = ()
+        self.session: Session | None = None
+        self.quarantined = 0
+        # the agent
+        self.core: AgentCore | None = None
+        self.incarnation = 0
+        self.paused_until = 0.0
+        self.heard: tuple[int, int] = (0, 0)  # the newest launch that this agent was told of
+        self.partial: set[ShardId] = set()  # puts that broke and may be resumed
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def started(self) -> Started:
+        """What an agent finds that looks into the directory."""
+        held = tuple(file.held for file in self.files.values())
+        return Started(held, self.fence, self.records, self.session)
+
+    def standing(self) -> tuple[int, int]:
+        """The newest launch that the directory knows of."""
+        known = [(0, 0)]
+        if self.session is not None:
+            known.append((self.session.launch.epoch, self.session.launch.nonce))
+        if self.fence is not None:
+            known.append((self.fence.epoch, self.fence.nonce))
+        return max(known)
+
+    def highest_epoch(self) -> int:
+        """As a trainer learns it when it begins: from the directory and from the agent."""
+        newest = self.core.newest if self.core is not None else None
+        epochs = [shard.generation.epoch for shard in self.files]
+        return max(self.standing()[0], newest.epoch if newest is not None else 0, *epochs, 0)
+
+    def inventory(self) -> Inventory:
+        tags = {shard: file.held.tag for shard, file in self.files.items()}
+        return Inventory(tags, self.fence, self.quarantined)
+
+    def hear(self, launch: Launch | None, fence: Fence | None) -> None:
+        if launch is not None and (launch.epoch, launch.nonce) > self.heard:
+            self.heard = (launch.epoch, launch.nonce)
+        if fence is not None and (fence.epoch, fence.nonce) > self.heard:
+            self.heard = (fence.epoch, fence.nonce)
