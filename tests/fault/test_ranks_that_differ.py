@@ -34,7 +34,7 @@ def test_stages_with_keys_of_their_own(nursery, memory_dir):
     assert job.codes == [0, 0], job.outputs
     assert steps(job) == [[(step, "ok") for step in range(1, 6)]] * 2
     assert [said[0] for said in job.said("loaded")] == [["5", "True"]] * 2
-    assert all("differ between the ranks" in out for out in job.outputs)
+    assert all("keys differ between ranks" in out for out in job.outputs)
 
 
 def test_ranks_that_part_later_lose_a_generation_and_never_the_last(nursery, memory_dir):

@@ -72,7 +72,7 @@ def shard_path(memory_dir, step):
 def test_ls_lists_newest_first(saved):
     result = run("ls", memory_dir=saved)
     header, newest, older = result.stdout.splitlines()
-    assert header.split() == ["job", "step", "ranks", "state", "size", "age", "reason"]
+    assert header.split() == ["job", "step", "ranks", "state", "level", "size", "age", "reason"]
     assert newest.split()[:4] == ["run1", "20", "1/1", "complete"]
     assert older.split()[:4] == ["run1", "10", "1/1", "complete"]
     assert "run1: " in result.stderr

@@ -1,0 +1,258 @@
+"""A warm process without torch that forks agents and light ranks, so that a case takes a second and not twenty.
+
+An agent from here runs the same `main` as `python -I -m flashckpt.agent run --daemon`; only the interpreter's start
+and the imports are saved. A light rank does to its agent what a trainer does, with the trainer's own parts (SlotStore,
+AgentLink, AgentSlots, SaveHandle); only the bytes come from a random generator instead of tensors.
+
+Requests come as JSON over a socket, each with a descriptor: what the child is told and answers goes over that one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import json
+import os
+import random
+import signal
+import socket
+import struct
+import sys
+import time
+import traceback
+
+from flashckpt.rpc.settings import prepare
+
+prepare()  # before grpc is imported
+
+from flashckpt import failpoints, native  # noqa: E402
+from flashckpt.agent import process  # noqa: E402
+from flashckpt.agent import shell as _warm_shell  # noqa: E402, F401
+from flashckpt.agent.link import AgentLink  # noqa: E402
+from flashckpt.agent.process import SOCKET_NAME  # noqa: E402
+from flashckpt.agent.session import decode_session  # noqa: E402
+from flashckpt.agent.start import ensure_agent  # noqa: E402
+from flashckpt.config import CheckpointConfig  # noqa: E402
+from flashckpt.credentials import Bundle  # noqa: E402
+from flashckpt.errors import BusyError, DeadlineError, FencedError, FlashError  # noqa: E402
+from flashckpt.failpoints import failpoint  # noqa: E402
+from flashckpt.format.layout import encode_layout, fingerprint  # noqa: E402
+from flashckpt.format.shard import DEFAULT_CHUNK_BYTES, encode_header, geometry, seal_bytes  # noqa: E402
+from flashckpt.save.agent_slots import AgentSlots  # noqa: E402
+from flashckpt.save.handle import SaveHandle  # noqa: E402
+from flashckpt.store.slots import SlotStore  # noqa: E402
+from flashckpt.types import Fence, Generation, Layout, Level, Outcome, ShardId  # noqa: E402
+
+_CLONE_NEWNET = 0x40000000
+_PR_SET_PDEATHSIG = 1
+_LAYOUT = encode_layout(Layout(()))
+# As the trainer's: what a save ends in through no fault of the caller's.
+_OUTCOMES = (OSError, BusyError, FencedError, DeadlineError)
+
+
+class LightRank:
+    """One rank. Each `do_*` is a command; what it returns is the answer."""
+
+    def __init__(self):
+        self.handles = {}
+        self.store = self.link = self.slots = self.config = None
+
+    def do_open(self, job, memory_dir, rank, agent, config):
+        """`agent`: options of the one to start where none runs; None for a rank that does not act for its node."""
+        self.job, self.rank = job, rank
+        self.config = CheckpointConfig(job=job, memory_dir=memory_dir, **config)
+        self.store = SlotStore.open(memory_dir, job)
+        options = None if agent is None else process.Options(**agent)
+        start = None if options is None else lambda left: ensure_agent(options, left)
+        self.link = AgentLink(self.store.socket_path(SOCKET_NAME), job, rank, start, 20.0)
+        return {"agent": self.link.lease.agent_pid, "epoch": self.store.highest_epoch()}
+
+    def do_listen(self, bundle, host):
+        credentials = _bundle(bundle)
+        return self.link.call(lambda client, ticket, _: client.listen(ticket, credentials, host, 0), 10.0, "listening")
+
+    def do_enter(self, session, bundle):
+        self.session = decode_session(session.encode())
+        self.slots = AgentSlots(self.store, self.link, self.session, bundle and _bundle(bundle), self.config)
+
+    def do_begin(self):
+        self.slots.begin()
+
+    def do_save(self, step, size_bytes, seq=1):
+        """Checkpointer.save() and ShardWriter.write() without what is about tensors."""
+        launch = self.slots.launch
+        generation = Generation(launch.epoch, launch.nonce, step, seq)
+        shard = ShardId(generation, self.rank, self.session.world)
+        handle = self.handles[step] = SaveHandle(step, generation, Level.REPLICATED)
+        began = time.monotonic()
+        answer = {"generation": list(generation), "rank": self.rank, "code": "", "data": ""}
+        try:
+            answer["data"] = self._write(shard, size_bytes)
+        except BaseException as error:
+            self.slots.void(generation)
+            if not isinstance(error, _OUTCOMES):
+                raise
+            skipped = isinstance(error, BusyError) and self.config.on_busy == "skip"
+            handle.finish(Outcome.SKIPPED if skipped else Outcome.FAILED, str(error))
+            answer["code"] = getattr(error, "code", type(error).__name__)
+        else:
+            handle.advance(Level.SEALED)
+            self.slots.follow(handle)
+            handle.finish(Outcome.OK, "")
+        return {**answer, "outcome": handle.outcome, "reason": handle.reason, "seconds": time.monotonic() - began}
+
+    def do_wait(self, step, level, timeout):
+        handle = self.handles[step]
+        began = time.monotonic()
+        try:
+            outcome = handle.wait(level, timeout)
+        except DeadlineError:
+            outcome = "late"
+        return {
+            "outcome": outcome,
+            "level": handle.level.name.lower(),
+            "reason": handle.reason,
+            "generation": list(handle.generation),
+            "seconds": time.monotonic() - began,
+        }
+
+    def do_prepare(self, size_bytes):
+        self.slots.prepare(self._place(size_bytes).file_length_bytes)
+
+    def do_environ(self, **variables):
+        """For agents that this rank starts from now on."""
+        os.environ.update(variables)
+
+    def do_fence(self, step, base):
+        launch = self.slots.launch
+        self.slots.put_fence(Fence(step, launch.epoch, launch.nonce), base and Generation(*base))
+
+    def do_exit(self):
+        self.slots.close()
+        self.store.close()
+        raise SystemExit
+
+    def _write(self, shard, size_bytes):
+        self._refuse_if_fenced()
+        place = self._place(size_bytes)
+        data = content(shard, place.data_length_bytes)
+        slot = self.slots.acquire(shard, place.file_length_bytes)
+        try:
+            failpoint("before_copy")
+            slot.view[place.data_offset_bytes :] = data
+            failpoint("after_copy")
+            pieces = (data[at : at + DEFAULT_CHUNK_BYTES] for at in range(0, len(data), DEFAULT_CHUNK_BYTES))
+            header = encode_header(
+                job=self.job,
+                shard=shard,
+                layout_bytes=_LAYOUT,
+                layout_fingerprint=fingerprint(_LAYOUT),
+                values_offset_bytes=0,
+                values_length_bytes=0,
+                chunk_bytes=DEFAULT_CHUNK_BYTES,
+                chunk_crcs=b"".join(struct.pack("<I", native.crc32c(piece)) for piece in pieces),
+                saved_at=time.time(),
+            )
+            failpoint("before_header")
+            self._refuse_if_fenced()
+            seal_bytes(slot.view, header, place)
+            failpoint("before_seal")
+            sealed = self.store.seal(slot, shard, 0)
+            failpoint("after_seal")
+            self.slots.sealed(sealed)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self.store.abandon(slot)
+            raise
+        return digest(data)
+
+    def _place(self, size_bytes):
+        return geometry(len(_LAYOUT), size_bytes, self.store.granule_bytes, DEFAULT_CHUNK_BYTES)
+
+    def _refuse_if_fenced(self):
+        fence = self.store.read_fence()
+        if fence is not None and fence.epoch > self.slots.launch.epoch:
+            raise FencedError(f"a launch of epoch {fence.epoch} has taken over")
+
+    def serve(self, channel):
+        with channel.makefile("rw") as lines:
+            for line in lines:
+                request = json.loads(line)
+                try:
+                    answer = {"answer": getattr(self, f"do_{request.pop('do')}")(**request)}
+                except SystemExit:
+                    lines.write(json.dumps({"answer": None}) + "\n")
+                    return
+                except FlashError as error:
+                    answer = {"error": type(error).__name__, "code": error.code, "message": str(error)}
+                except Exception as error:
+                    traceback.print_exc()
+                    answer = {"error": type(error).__name__, "code": "", "message": str(error)}
+                lines.write(json.dumps(answer) + "\n")
+                lines.flush()
+
+
+def content(shard, length):
+    """What a rank saves: bytes that are a function of the shard's name."""
+    return random.Random(str(shard)).randbytes(length)
+
+
+def digest(data):
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def _bundle(pems):
+    return Bundle(*(pem.encode() for pem in pems))
+
+
+def _child(channel, request):
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setpgid(0, 0)
+    log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.update(request["environment"])
+    failpoints.arm()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if request["network"]:
+        with open(request["network"], "rb") as namespace:
+            if libc.setns(namespace.fileno(), _CLONE_NEWNET) != 0:
+                raise OSError(ctypes.get_errno(), "setns")
+    if "agent" in request:
+        # As stdin, because that is what stays open in a process that detaches an agent, and not in the agent.
+        os.dup2(channel.fileno(), 0)
+        code = process.main(request["agent"])
+        os.write(0, f"{code}\n".encode())
+        return code
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    LightRank().serve(channel)
+    return 0
+
+
+def main():
+    control = socket.socket(fileno=int(sys.argv[1]))
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody is left as a zombie
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(control, 1 << 16, 1)
+        if not data:
+            return
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                control.close()
+                channel = socket.socket(fileno=descriptors[0])
+                code = _child(channel, json.loads(data))
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+        os.close(descriptors[0])
+        control.send(str(pid).encode())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""Launches that meet on the same agents, and trainers that wake up in another launch's time."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from tests.fault.agents import Refused, World, wait_until
+
+
+def test_of_two_launches_at_once_the_newer_wins():
+    with World(2) as world:
+        older = world.launch(begin=False)
+        newer = world.launch(begin=False)
+        # Each took one node first.
+        older.ranks[0].ask("begin")
+        newer.ranks[1].ask("begin")
+        with pytest.raises(Refused) as refused:
+            older.ranks[1].ask("begin")
+        assert refused.value.error == "FencedError"
+        assert f"epoch {newer.launch.epoch} has taken over" in refused.value.message
+        newer.ranks[0].ask("begin")
+        newer.save(1)
+        late = older.save_nowait(2, ranks=older.ranks[:1])
+        assert late[0]["outcome"] == "failed"
+        assert late[0]["code"] == "FC-JOB-001"
+        assert f"epoch {newer.launch.epoch}" in late[0]["reason"]
+        newer.save(2)
+        world.check()
+
+
+def test_a_launch_that_lost_leaves_no_credentials_behind():
+    """What it brought along must not be what a restarted agent of the winner speaks with."""
+    with World(2) as world:
+        winner = world.launch()
+        winner.save(1)
+        loser = world.launch(epoch=winner.launch.epoch - 1, begin=False)
+        for rank in loser.ranks:
+            with pytest.raises(Refused, match=f"epoch {winner.launch.epoch}"):
+                rank.ask("begin")
+        loser.kill()
+        world.kill_agent(1)
+        winner.save(2)
+        world.check()
+
+
+@pytest.mark.parametrize("place", ["before_copy", "after_copy", "before_header", "before_preamble", "before_seal"])
+def test_a_frozen_trainer_wakes_up_in_another_launch(place):
+    with World(2) as world:
+        older = world.launch(failpoints={1: f"{place}=stop*1@2"})
+        older.save(1)
+        older.send_save(2)
+        zombie = older.ranks[1]
+        zombie.wait_stopped()
+        older.saved(older.ranks[:1])
+        older.ranks[0].kill()
+        newer = world.launch()
+        newer.ranks[0].ask("fence", step=1, base=older.generation(1))
+        newer.ranks[1].ask("fence", step=1, base=older.generation(1))
+        newer.save(2)
+        zombie.signal(signal.SIGCONT)
+        late = zombie.result()
+        # Beyond the last look at the fence it seals; nobody takes that for a shard of the new launch.
+        if place in ("before_preamble", "before_seal"):
+            assert late["outcome"] == "ok"
+        else:
+            assert (late["outcome"], late["code"]) == ("failed", "FC-JOB-001")
+            assert f"epoch {newer.launch.epoch}" in late["reason"]
+        again = older.save_nowait(3, ranks=[zombie])
+        assert (again[0]["outcome"], again[0]["code"]) == ("failed", "FC-JOB-001")
+        with pytest.raises(Refused, match="FencedError"):
+            zombie.ask("fence", step=1, base=None)
+        newer.save(3)
+        world.check()
+        wait_until(lambda: not world.paths(1, "sealed", older.generation(2), 1), "the zombie's shard to go")
+
+
+def test_acks_of_a_launch_that_is_over_do_not_count():
+    """Its push was under way when the next launch began: the replica that comes then is nobody's."""
+    with World(2, start=False) as world:
+        world.start_agent(0, "before_ack=sleep(2)*1@2")
+        world.start_agent(1)
+        older = world.launch()
+        older.save(1)
+        older.save_nowait(2)
+        world.wait_fired("before_ack")
+        newer = world.launch()
+        for rank in newer.ranks:
+            rank.ask("fence", step=1, base=older.generation(1))
+        ended = older.wait(2, timeout=3.0)
+        assert "ok" not in [one["outcome"] for one in ended]
+        assert {one["level"] for one in ended} == {"sealed"}
+        newer.save(2)
+        world.check()
+        assert all(not world.paths(index, "sealed", older.generation(2), r) for index in (0, 1) for r in (0, 1))
+
+
+def test_a_rollback_kills_what_lies_above_it_and_nothing_else():
+    with World(2) as world:
+        older = world.launch()
+        for step in (1, 2, 3):
+            older.save(step)
+        older.save_nowait(4, ranks=older.ranks[:1])  # half a generation
+        older.kill()
+        newer = world.launch()
+        for rank in newer.ranks:
+            rank.ask("fence", step=3, base=older.generation(3))
+        wait_until(lambda: not world.paths(0, "sealed", older.generation(4), 0), "step 4 to go")
+        assert world.paths(0, "sealed", older.generation(3), 0)
+        world.check()
+        newer.save_nowait(3, ranks=newer.ranks[:1])
+        # What was loaded stays until the new launch has committed.
+        assert world.paths(1, "sealed", older.generation(3), 0)
+        assert world.paths(0, "sealed", older.generation(3), 0)
+        newer.save(4)
+        world.check()
+        wait_until(lambda: not world.paths(0, "sealed", older.generation(3), 0), "the old launch's shard to go")
+
+
+def test_a_rollback_below_what_is_committed():
+    with World(2) as world:
+        older = world.launch()
+        older.save(5)
+        older.exit()
+        newer = world.launch()
+        for rank in newer.ranks:
+            rank.ask("fence", step=2, base=None)
+        wait_until(lambda: not world.paths(0, "sealed") and not world.paths(1, "sealed"), "step 5 to go")
+        newer.save(3)
+        world.check()
+        assert world.paths(0, "sealed", newer.generation(3), 1)

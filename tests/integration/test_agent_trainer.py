@@ -1,0 +1,174 @@
+"""A trainer and its node's agent: real processes, one node."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+import flashckpt
+from flashckpt.agent.process import Options
+from flashckpt.agent.start import ensure_agent, look, stop_agent
+
+JOB = "run1"
+WAIT = 30.0
+
+
+@pytest.fixture
+def make(memory_dir):
+    """Checkpointers with an agent; both are gone when the test ends."""
+    opened = []
+
+    def make(**config):
+        settings = {"job": JOB, "memory_dir": memory_dir, "node_id": "a", "agent": "auto", "agent_linger": 60.0}
+        checkpointer = flashckpt.Checkpointer(flashckpt.CheckpointConfig(**{**settings, **config}))
+        opened.append(checkpointer)
+        return checkpointer
+
+    yield make
+    for checkpointer in opened:
+        checkpointer.close()
+    with contextlib.suppress(flashckpt.FlashError):
+        stop_agent(memory_dir, JOB, 10.0, kill=True)
+
+
+def status(memory_dir):
+    seen = look(memory_dir, JOB)
+    return seen.status if seen is not None else None
+
+
+def wait_until(condition, what):
+    deadline = time.monotonic() + WAIT
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+def state(step):
+    return {"weights": torch.full((1000,), float(step)), "step": step}
+
+
+def test_saves_back_to_back_are_all_kept_in_turn(make, memory_dir):
+    """News of a sealed shard must not be overtaken by the request for the next slot."""
+    checkpointer = make()
+    handles = [checkpointer.save(step, state(step)) for step in range(1, 41)]
+    assert {handle.outcome for handle in handles} == {"ok"}
+    wait_until(
+        lambda: [g["step"] for g in status(memory_dir)["generations"] if g["shards"]] == [40],
+        "only the newest generation stays",
+    )
+    live = state(0)
+    assert checkpointer.load(live).step == 40
+    assert torch.equal(live["weights"], state(40)["weights"])
+
+
+def test_a_load_takes_the_agent_over_before_it_looks(make):
+    """Else the older launch could commit a newer step meanwhile, and free what is being read."""
+    old, new = make(), make()
+    old.save(1, state(1))
+    taken_over = []
+    recover = new._slots.put_fence
+
+    def late(fence, base):
+        # The load has read step 1 by now; a save of the older launch must change nothing any more.
+        handle = old.save(2, state(2))
+        taken_over.append((handle.outcome, handle.reason))
+        return recover(fence, base)
+
+    new._slots.put_fence = late
+    live = state(0)
+    assert new.load(live).step == 1
+    assert taken_over[0][0] == "failed"
+    assert "FC-JOB-001" in taken_over[0][1]
+    assert make().load(live).step == 1
+
+
+def test_two_checkpointers_of_one_process_do_not_get_each_others_slots(make, memory_dir):
+    one, other = make(slots_per_rank=3), make(slots_per_rank=3)
+    one.save(1, state(1))
+    slot = one._slots.acquire(_shard(one, 2), 1 << 16)
+    try:
+        other_slots = other._slots
+        other_slots.enter(one._slots.launch)
+        second = other_slots.acquire(_shard(one, 3), 1 << 16)
+        assert second.slot_id != slot.slot_id
+        other.store.abandon(second)
+    finally:
+        one.store.abandon(slot)
+
+
+def _shard(checkpointer, step):
+    launch = checkpointer._slots.launch
+    return flashckpt.types.ShardId(flashckpt.Generation(launch.epoch, launch.nonce, step, 1), 0, 1)
+
+
+def test_a_killed_agent_is_replaced_and_nothing_is_lost(make, memory_dir):
+    checkpointer = make()
+    checkpointer.save(1, state(1))
+    pid = status(memory_dir)["pid"]
+    os.kill(pid, signal.SIGKILL)
+    handle = checkpointer.save(2, state(2))
+    assert handle.outcome == "ok"
+    wait_until(lambda: (status(memory_dir) or {}).get("pid") not in (None, pid), "another agent")
+    assert checkpointer.save(3, state(3)).outcome == "ok"
+    live = state(0)
+    assert make().load(live).step == 3
+
+
+def test_an_agent_under_another_node_name_starts(make, memory_dir):
+    """A pod's host name changes at each restart; its memory need not."""
+    checkpointer = make()
+    checkpointer.save(1, state(1))
+    checkpointer.close()
+    stop_agent(memory_dir, JOB, 10.0)
+    ensure_agent(Options(job=JOB, memory_dir=memory_dir, node_id="b", linger=60.0))
+    assert make(node_id="b").load(state(0)).step == 1
+
+
+def test_a_fork_may_close_its_copy(make, memory_dir):
+    checkpointer = make()
+    checkpointer.save(1, state(1))
+    pid = os.fork()
+    if pid == 0:
+        try:
+            checkpointer.close()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    wait_until(lambda: os.waitpid(pid, os.WNOHANG)[0] == pid, "the child ends")
+    assert checkpointer.save(2, state(2)).outcome == "ok"
+    assert len(status(memory_dir)["trainers"]) == 1
+
+
+def test_leases_end_with_close(make, memory_dir):
+    checkpointer = make()
+    assert len(status(memory_dir)["trainers"]) == 1
+    checkpointer.close()
+    assert status(memory_dir)["trainers"] == []
+
+
+def test_a_hung_agent_fails_a_save_within_its_deadline(make, memory_dir):
+    checkpointer = make(save_timeout=2.0)
+    checkpointer.save(1, state(1))
+    pid = status(memory_dir)["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        handle = checkpointer.save(2, state(2))
+        assert handle.outcome in ("failed", "skipped")
+        assert "agent" in handle.reason
+        assert time.monotonic() - began < 20.0
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    wait_until(lambda: checkpointer.save(3, state(3)).outcome == "ok", "saves work again")
+
+
+def test_alone_nothing_is_replicated_and_that_is_said(make):
+    checkpointer = make()
+    handle = checkpointer.save(1, state(1))
+    with pytest.raises(flashckpt.ConfigError, match="sealed at most"):
+        handle.wait("replicated", timeout=1.0)
