@@ -18,9 +18,11 @@ from bench import machine
 from bench.errors import BenchError
 from bench.report import Report, as_json, show
 from bench.rows import make_rows
+from bench.run import Run, Section
 from bench.samples import Samples
 from bench.scratch import scratch_directory
-from bench.sections import Options, Run, Section, plan_sections
+from bench.sections import Options, plan_sections
+from bench.slowdown import Loop
 from bench.spec import parse_size
 
 if TYPE_CHECKING:
@@ -59,6 +61,7 @@ def main(
         rounds=rounds or (3 if quick else 9),
         first_rounds=2 if quick else 3,
         small_tensors=2_000 if quick else 20_000,
+        loop=Loop(interval_seconds=1.0, saves=1) if quick else Loop(interval_seconds=3.0, saves=2),
     )
     sections = [one for one in plan_sections(options) if not only or one.name.startswith(only)]
     if not sections:
@@ -93,7 +96,7 @@ def _measure(options: Options, sections: list[Section], described: Machine) -> R
         def tell(doing: str) -> None:
             progress.update(task, advance=1, description=doing)
 
-        run = Run(directory, samples, tell)
+        run = Run(directory, samples, quietness, tell)
         for section in sections:
             section.measure(run)
     return Report(

@@ -52,13 +52,18 @@ class Quietness:
     def __init__(self) -> None:
         self._busy, self._all = _processor_seconds()
         self._own = _own_seconds()
+        self._elsewhere = 0.0
+
+    def add_own(self, seconds: float) -> None:
+        """CPU time of processes that work for us, but are no children of ours: agents detach."""
+        self._elsewhere += seconds
 
     def others_share(self) -> float:
         """CPU time of processes that are not ours, as a share of all there was. Ended workers count as ours."""
         busy, everything = _processor_seconds()
         if everything == self._all:
             return 0.0
-        foreign = (busy - self._busy) - (_own_seconds() - self._own)
+        foreign = (busy - self._busy) - (_own_seconds() - self._own) - self._elsewhere
         return max(0.0, foreign / (everything - self._all))
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 from bench.errors import BenchError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from types import TracebackType
 
     from bench.spec import StateSpec
@@ -31,6 +32,7 @@ class Answer:
     seconds: float
     details: dict[str, float]
     anonymous_growth_bytes: int  # highest above where it began; 0 where nobody watched
+    resident_bytes: tuple[int, ...] = ()  # highest of each other process that was watched
 
 
 class Worker:
@@ -65,8 +67,13 @@ class Worker:
             self.kill()
             raise
 
-    def save(self, step: int, *, watch: bool = False) -> Answer:
-        return self._ask({"do": "save", "step": step}, watch=watch)
+    def save(self, step: int, *, watch: bool = False, watch_resident: Sequence[int] = ()) -> Answer:
+        """`watch` its anonymous memory; `watch_resident`: ids of processes whose resident memory to watch."""
+        return self._ask({"do": "save", "step": step}, watch=watch, watch_resident=watch_resident)
+
+    def train(self, first: int, steps: int, interval: int) -> Answer:
+        """So many training steps with a save at the first of every `interval`; 0 = none."""
+        return self._ask({"do": "train", "first": first, "steps": steps, "interval": interval})
 
     def load(self, *, watch: bool = False) -> Answer:
         return self._ask({"do": "load"}, watch=watch)
@@ -104,14 +111,18 @@ class Worker:
         else:
             self.kill()
 
-    def _ask(self, command: dict[str, Any], *, watch: bool = False) -> Answer:
-        before = self._anonymous_bytes() if watch else 0
+    def _ask(self, command: dict[str, Any], *, watch: bool = False, watch_resident: Sequence[int] = ()) -> Answer:
+        before = highest = _memory_bytes(self.pid, "RssAnon") if watch else 0
+        resident = [0] * len(watch_resident)
         self._send(command)
-        highest = before
-        while watch and not self._readable(_SAMPLE_SECONDS):
-            highest = max(highest, self._anonymous_bytes())
+        while (watch or resident) and not self._readable(_SAMPLE_SECONDS):
+            if watch:
+                highest = max(highest, _memory_bytes(self.pid, "RssAnon"))
+            resident = [
+                max(so_far, _memory_bytes(pid, "VmRSS")) for so_far, pid in zip(resident, watch_resident, strict=True)
+            ]
         reply = self._receive()
-        return Answer(reply["seconds"], reply["details"], highest - before)
+        return Answer(reply["seconds"], reply["details"], highest - before, tuple(resident))
 
     def _send(self, command: dict[str, Any]) -> None:
         pipe = cast("BinaryIO", self._process.stdin)
@@ -144,10 +155,11 @@ class Worker:
     def _gone(self, doing: str) -> BenchError:
         return BenchError(f"{self.contender}: ended during {doing} with status {self._process.wait()}")
 
-    def _anonymous_bytes(self) -> int:
-        """Seen from outside, so that watching takes no time of the one that is watched."""
-        with open(f"/proc/{self._process.pid}/status") as status:
-            for line in status:
-                if line.startswith("RssAnon:"):
-                    return int(line.split()[1]) * 1024
-        return 0
+
+def _memory_bytes(pid: int, field: str) -> int:
+    """Seen from outside, so that watching takes no time of the one that is watched."""
+    with open(f"/proc/{pid}/status") as status:
+        for line in status:
+            if line.startswith(field + ":"):
+                return int(line.split()[1]) * 1024
+    return 0

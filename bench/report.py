@@ -128,7 +128,7 @@ def _table_of_times(samples: Samples) -> Table:
         if last and section != last:
             table.add_section()
         # A stage of a save or load has no throughput of its own.
-        whole = ":" not in measure and measure not in ("open", "prewarm")
+        whole = ":" not in measure and measure not in ("open", "prewarm", "loop")
         speed = samples.state_bytes[section] / series.median / 1e9
         # Only here memcpy took its turns with the others.
         limit = _limit(samples, measure) if section == "steady" and whole else None
@@ -153,7 +153,7 @@ def _limit(samples: Samples, measure: str) -> float | None:
 
 
 def _table_of_memory(samples: Samples) -> Table:
-    table = Table(title="Growth of anonymous memory, highest", title_justify="left")
+    table = Table(title="Memory, highest: growth of what is anonymous unless said otherwise", title_justify="left")
     for name in ("contender", "during"):
         table.add_column(name, no_wrap=True)
     table.add_column("bytes", justify="right", no_wrap=True)

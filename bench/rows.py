@@ -32,7 +32,7 @@ class Row:
     name: str
     value: float
     best: float | None
-    unit: str  # "x" a ratio, "x faster", "ms", "%"
+    unit: str  # "x" a ratio, "x faster", "ms", "s", "%"
     bar: Bar | None  # None: for information
     numbers: str
 
@@ -42,6 +42,7 @@ class Row:
 
 
 _Maker = Callable[[], Row]
+_REPLICATED = "flashckpt-replicated"
 
 
 def make_rows(samples: Samples) -> list[Row]:
@@ -68,6 +69,12 @@ def make_rows(samples: Samples) -> list[Row]:
         lambda: _restart(samples),
         faster("load of many small tensors against dcp.load", "small", "load", "dcp"),
         faster("save of 2,000 tiny tensors against dcp.save", "planning", "save", "dcp"),
+    ]
+    makers += [
+        lambda: _agent_adds("the agent adds to a steady save", samples, "agent"),
+        lambda: _agent_adds("the agent adds to a save of four tiny tensors", samples, "agent, tiny state"),
+        *_replication(samples),
+        *_slowdown(samples),
     ]
     versus = {(section, contender) for section, contender, _, _ in samples if section.startswith("versus")}
     for section, other in sorted(versus):
@@ -189,6 +196,105 @@ def _second_against_first(samples: Samples) -> Row:
         bar=None,
         numbers=f"{milliseconds(first.median)} against {milliseconds(second.median)}; "
         f"from the third on {milliseconds(later.median)}",
+    )
+
+
+def _agent_adds(name: str, samples: Samples, section: str) -> Row:
+    """To the time that save() blocks: the slot comes over a socket, and whoever replicates needs the CPU, too."""
+    alone = samples.get(section, "flashckpt-off", "save")
+    one_node, two_nodes = (samples.get(section, who, "save") for who in ("flashckpt", "flashckpt-replicated"))
+    return Row(
+        name=name,
+        value=(one_node.median - alone.median) * 1e3,
+        best=(one_node.best - alone.best) * 1e3,
+        unit="ms",
+        bar=None,
+        numbers=f"{milliseconds(one_node.median)} against {milliseconds(alone.median)} without; "
+        f"of two nodes {milliseconds(two_nodes.median)}",
+    )
+
+
+def _replication(samples: Samples) -> list[_Maker]:
+    def against(name: str, measure: str, limit: str) -> _Maker:
+        return lambda: _against_socket(name, samples, measure, limit)
+
+    return [
+        against("replication, from sealed to replicated, against a plain socket", "replicate", "socket"),
+        against("the push alone, until acknowledged, against a plain socket", "push", "socket"),
+        against("the push alone, until acknowledged, against a socket with mutual TLS", "push", "socket-tls"),
+        lambda: _agents_cpu(samples),
+        lambda: _until_replicated(samples, "replicate 64 MiB"),
+    ]
+
+
+def _against_socket(name: str, samples: Samples, measure: str, limit: str) -> Row:
+    ours, theirs = samples.get("replicate", _REPLICATED, measure), samples.get("replicate", limit, "replicate")
+    speeds = [samples.state_bytes["replicate"] / series.median / 1e9 for series in (ours, theirs)]
+    return Row(
+        name=name,
+        value=ours.median / theirs.median,
+        best=ours.best / theirs.best,
+        unit="x",
+        bar=None,
+        numbers=f"{milliseconds(ours.median)} against {milliseconds(theirs.median)}; "
+        f"{speeds[0]:.2f} against {speeds[1]:.2f} GB/s",
+    )
+
+
+def _agents_cpu(samples: Samples) -> Row:
+    sender, receiver = (
+        samples.get("replicate", f"agent that {what}", "cpu: replicate") for what in ("sends", "receives")
+    )
+    gib = samples.state_bytes["replicate"] / (1 << 30)
+    return Row(
+        name="CPU seconds of both agents for a GiB replicated",
+        value=(sender.median + receiver.median) / gib,
+        best=(sender.best + receiver.best) / gib,
+        unit="s",
+        bar=None,
+        numbers=f"sender {sender.median / gib:.2f} s, receiver {receiver.median / gib:.2f} s",
+    )
+
+
+def _until_replicated(samples: Samples, section: str) -> Row:
+    ours, limit = samples.get(section, _REPLICATED, "replicate"), samples.get(section, "socket", "replicate")
+    return Row(
+        name="64 MiB from sealed to replicated",
+        value=ours.median * 1e3,
+        best=ours.best * 1e3,
+        unit="ms",
+        bar=None,
+        numbers=f"{ours.median / limit.median:.1f} times the plain socket's {milliseconds(limit.median)}",
+    )
+
+
+def _slowdown(samples: Samples) -> list[_Maker]:
+    def against(name: str, ours: str, theirs: str) -> _Maker:
+        return lambda: _slower_loop(name, samples, ours, theirs)
+
+    return [
+        against("slowdown of a training loop by replicated saves, against none", _REPLICATED, "no saving"),
+        against("slowdown of a training loop by saves without replication, against none", "flashckpt-off", "no saving"),
+        against("slowdown of a training loop by replication alone", _REPLICATED, "flashckpt-off"),
+    ]
+
+
+def _slower_loop(name: str, samples: Samples, ours: str, theirs: str) -> Row:
+    """Round by round, since what else runs on the machine changes from round to round."""
+    section = "slowdown"
+    with_it, without = samples.get(section, ours, "loop"), samples.get(section, theirs, "loop")
+    slower = [a / b - 1 for a, b in zip(with_it.values, without.values, strict=True)]
+    lost = statistics.median(a - b for a, b in zip(with_it.values, without.values, strict=True))
+    gib = samples.saves[section] * samples.state_bytes[section] / (1 << 30)
+    every = without.median / samples.saves[section]
+    return Row(
+        name=name,
+        value=statistics.median(slower) * 100,
+        best=min(slower) * 100,
+        unit="%",
+        bar=None,
+        numbers=f"{samples.state_bytes[section] / (1 << 20):.0f} MiB every {every:.1f} s; "
+        f"{lost / gib:.2f} s of training lost for a GiB",
     )
 
 

@@ -39,6 +39,7 @@ class Samples:
 
     _values: dict[tuple[str, str, str], list[float]] = field(default_factory=dict)
     state_bytes: dict[str, int] = field(default_factory=dict)  # by section
+    saves: dict[str, int] = field(default_factory=dict)  # in one figure of a loop, by section
 
     def add(self, section: str, contender: str, measure: str, value: float) -> None:
         self._values.setdefault((section, contender, measure), []).append(value)

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bench.agents import end_agents
 from bench.errors import BenchError
 
 if TYPE_CHECKING:
@@ -36,15 +37,10 @@ def scratch_directory() -> Iterator[Path]:
     finally:
         # A second Ctrl-C must not cut the cleaning short.
         interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        end_agents(path)
         shutil.rmtree(path, ignore_errors=True)
         for number, handler in ((signal.SIGINT, interrupt), *before.items()):
             signal.signal(number, handler)
-
-
-def empty(directory: Path) -> None:
-    """Gives back the memory of a section that is over."""
-    for entry in directory.iterdir():
-        shutil.rmtree(entry)
 
 
 def check_room(need_bytes: int) -> None:

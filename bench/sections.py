@@ -1,37 +1,38 @@
 """The sections of a run: which contenders take turns, with which state, and what is written down.
 
-A section starts its workers, lets them take turns round by round (A B C, B C A, …, so that nobody always comes
-after the same one), and ends them. What is compared with each other comes from one section.
+A section starts its workers, lets them take turns round by round, and ends them. What is compared with each other
+comes from one section.
 """
 
 from __future__ import annotations
 
 import contextlib
-import shutil
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from bench.process import Worker
-from bench.scratch import check_room, empty
+from bench.replicate import replicating, watched_agents
+from bench.run import Section, turn
+from bench.scratch import check_room
+from bench.slowdown import Loop, slowing_down
 from bench.spec import StateSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
+    from collections.abc import Sequence
 
-    from bench.samples import Samples
-
-_T = TypeVar("_T")
+    from bench.run import Run
 
 # Both of flashckpt's slots are faulted and mapped after two saves; the others warm up as long.
 WARM_UP = 2
 
 # Copies of the state that a contender needs at most: its tensors, what it stages, what it keeps.
-_COPIES = {"memcpy": 3, "memcpy-tensors": 2, "dcp-async": 4}
+_COPIES = {"memcpy": 3, "memcpy-tensors": 2, "dcp-async": 4, "flashckpt-replicated": 6}
 _USUAL_COPIES = 3
 
 # Measured for comparison, each against flashckpt in a section of its own.
 OTHERS = ("dcp-tuned", "dcp-async", "torch.save")
+# On one node, without an agent, on two nodes: what the agent adds to a save.
+ALL_OURS = ("flashckpt", "flashckpt-off", "flashckpt-replicated")
 WATCHED = ("flashckpt", "dcp", "dcp-async", "torch.save")
 
 
@@ -41,6 +42,7 @@ class Options:
     rounds: int
     first_rounds: int  # rounds of fresh processes, which are slow to start
     small_tensors: int
+    loop: Loop
 
     @property
     def large(self) -> StateSpec:
@@ -51,25 +53,22 @@ class Options:
         return StateSpec(self.small_tensors, 4096)
 
     @property
+    def medium(self) -> StateSpec:
+        return StateSpec.of_size(64 << 20, 100)
+
+    @property
+    def tiny(self) -> StateSpec:
+        return StateSpec(4, 4096)
+
+    @property
+    def trained(self) -> StateSpec:
+        """What a training loop saves: a quarter, since it saves often."""
+        return StateSpec.of_size(self.size_bytes // 4, 100)
+
+    @property
     def planning(self) -> StateSpec:
         """So few bytes that the copy itself does not count: what is left is the time of Python."""
         return StateSpec(2000, 256)
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    directory: Path
-    samples: Samples
-    tell: Callable[[str], None]  # what is being done now; once a round
-
-
-@dataclass(frozen=True, slots=True)
-class Section:
-    """A part of a run that can also be run alone."""
-
-    name: str
-    steps: int  # how often it calls `tell`
-    measure: Callable[[Run], None]
 
 
 def plan_sections(options: Options) -> list[Section]:
@@ -79,6 +78,22 @@ def plan_sections(options: Options) -> list[Section]:
         return Section(name, 2 * rounds, lambda run: taking_turns(run, name, spec, contenders, rounds))
 
     large, rounds, fresh = options.large, options.rounds, options.first_rounds
+
+    def medium(run: Run) -> None:
+        replicating(run, "replicate 64 MiB", options.medium, 2 * rounds)
+
+    replication = [
+        turns("agent", large, ALL_OURS, rounds),
+        turns("agent, tiny state", options.tiny, ALL_OURS, 4 * rounds),
+        Section("replicate", rounds, lambda run: replicating(run, "replicate", large, rounds)),
+        Section("replicate 64 MiB", 2 * rounds, medium),
+        Section("slowdown", rounds, lambda run: slowing_down(run, "slowdown", options.trained, options.loop, rounds)),
+    ]
+
+    def memory(run: Run) -> None:
+        watched(run, "memory", large, WATCHED)
+        watched_agents(run, "memory", large)
+
     in_first = ("flashckpt", "flashckpt-prewarmed", "dcp")
     return [
         turns("steady", large, ("memcpy", "memcpy-tensors", "flashckpt", "dcp"), rounds),
@@ -87,7 +102,8 @@ def plan_sections(options: Options) -> list[Section]:
         turns("planning", options.planning, ("flashckpt", "dcp"), 2 * rounds),
         Section("first", 3 * fresh, lambda run: in_fresh_processes(run, "first", large, in_first, fresh)),
         *(turns(f"versus {other}", large, ("flashckpt", other), fresh) for other in OTHERS),
-        Section("memory", len(WATCHED), lambda run: watched(run, "memory", large, WATCHED)),
+        *replication,
+        Section("memory", len(WATCHED) + 1, memory),
     ]
 
 
@@ -102,7 +118,7 @@ def taking_turns(run: Run, section: str, spec: StateSpec, contenders: Sequence[s
                 worker.save(step)
         for number in range(rounds):
             run.tell(f"{section}: save {number + 1} of {rounds}")
-            for worker in _turn(workers, number):
+            for worker in turn(workers, number):
                 answer = worker.save(WARM_UP + 1 + number)
                 run.samples.add(section, worker.contender, "save", answer.seconds)
                 for stage, seconds in answer.details.items():
@@ -112,12 +128,12 @@ def taking_turns(run: Run, section: str, spec: StateSpec, contenders: Sequence[s
             worker.load()
         for number in range(rounds):
             run.tell(f"{section}: load {number + 1} of {rounds}")
-            for worker in _turn(workers, number):
+            for worker in turn(workers, number):
                 answer = worker.load()
                 run.samples.add(section, worker.contender, "load", answer.seconds)
                 for stage, seconds in answer.details.items():
                     run.samples.add(section, worker.contender, f"load: {stage}", seconds)
-    empty(run.directory)
+    run.clear()
 
 
 def in_fresh_processes(run: Run, section: str, spec: StateSpec, contenders: Sequence[str], rounds: int) -> None:
@@ -125,7 +141,7 @@ def in_fresh_processes(run: Run, section: str, spec: StateSpec, contenders: Sequ
     _check_room(spec, ("flashckpt",))
     run.samples.state_bytes[section] = spec.size_bytes
     for number in range(rounds):
-        for name in _turn(contenders, number):
+        for name in turn(contenders, number):
             run.tell(f"{section}: {name}, process {number + 1} of {rounds}")
             directory = run.directory / name
 
@@ -149,7 +165,7 @@ def in_fresh_processes(run: Run, section: str, spec: StateSpec, contenders: Sequ
             with Worker(name.removesuffix("-prewarmed"), spec, directory) as successor:
                 successor.expect(digest)
                 add("load after restart", successor.load().seconds)
-            shutil.rmtree(directory)
+            run.clear()
 
 
 def watched(run: Run, section: str, spec: StateSpec, contenders: Sequence[str]) -> None:
@@ -166,12 +182,7 @@ def watched(run: Run, section: str, spec: StateSpec, contenders: Sequence[str]) 
                 run.samples.add(section, name, "save", worker.save(step, watch=True).anonymous_growth_bytes)
             worker.expect()
             run.samples.add(section, name, "load", worker.load(watch=True).anonymous_growth_bytes)
-        shutil.rmtree(directory)
-
-
-def _turn(items: Sequence[_T], number: int) -> list[_T]:
-    start = number % len(items)
-    return [*items[start:], *items[:start]]
+        run.clear()
 
 
 def _check_room(spec: StateSpec, contenders: Sequence[str]) -> None:

@@ -20,6 +20,7 @@ from bench.contenders import make_contender
 from bench.errors import BenchError
 from bench.spec import StateSpec
 from bench.state import change, digest, make_state, spoil
+from bench.training import Training
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,6 +38,7 @@ class Session:
     _contender: Contender
     _state: StateDict
     _expected: str = ""
+    _training: Training | None = None
 
     def set_up(self, contender: str, tensors: int, tensor_bytes: int, directory: str) -> Reply:
         self._state = make_state(StateSpec(tensors, tensor_bytes))
@@ -61,6 +63,24 @@ class Session:
         if found != self._expected:
             raise BenchError(f"load: expected a state with digest {self._expected}, found {found}")
         return reply
+
+    def train(self, first: int, steps: int, interval: int) -> Reply:
+        """The seconds of the loop, saves included; replication that goes on after its last step is waited for."""
+        if self._training is None:
+            self._training = Training()
+        in_save = 0.0
+        gc.collect()
+        began = time.perf_counter()
+        for step in range(first, first + steps):
+            self._training.step()
+            if interval and (step - first) % interval == 0:
+                change(self._state, step)
+                saving = time.perf_counter()
+                self._contender.save(step)
+                in_save += time.perf_counter() - saving
+        seconds = time.perf_counter() - began
+        self._contender.settle()
+        return {"seconds": seconds, "details": {"in save()": in_save}}
 
     def close(self) -> Reply:
         self._contender.close()

@@ -1,4 +1,4 @@
-"""flashckpt through its public interface, with the settings a user gets."""
+"""flashckpt on one node through its public interface, with the settings a user gets."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 import flashckpt
+from bench.agents import JOB
 from bench.errors import BenchError
 
 # Both are imported by the first use; imports are not what is measured.
@@ -14,17 +15,25 @@ from flashckpt import CheckpointConfig, Checkpointer
 
 if TYPE_CHECKING:
     from pathlib import Path
+    from typing import Literal
 
     from bench.contenders.base import Details
     from bench.state import StateDict
+
+# An agent that a killed run left behind does not stay long.
+LINGER_SECONDS = 60.0
 
 
 class Flash:
     """Checkpointer.save to SEALED, checksums included; Checkpointer.load with every checksum verified."""
 
+    _agent: Literal["auto", "off"] = "auto"
+
     def set_up(self, state: StateDict, directory: Path) -> Details:
         self._state = state
-        config = CheckpointConfig(job="bench", memory_dir=str(directory), on_save_error="raise")
+        config = CheckpointConfig(
+            job=JOB, memory_dir=str(directory), on_save_error="raise", agent=self._agent, agent_linger=LINGER_SECONDS
+        )
         self._checkpointer = Checkpointer(config)
         return {}
 
@@ -47,8 +56,14 @@ class Flash:
         self._checkpointer.close()
 
 
+class FlashOff(Flash):
+    """As above, without an agent: the trainer manages its slots itself, and nothing is replicated."""
+
+    _agent = "off"
+
+
 class FlashPrewarmed(Flash):
-    """As above, with prewarm() before the first save, as a trainer would call it while it starts."""
+    """As Flash, with prewarm() before the first save, as a trainer would call it while it starts."""
 
     def set_up(self, state: StateDict, directory: Path) -> Details:
         super().set_up(state, directory)

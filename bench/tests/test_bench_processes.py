@@ -13,8 +13,13 @@ import pytest
 
 from bench.contenders import CONTENDERS
 from bench.errors import BenchError
+from bench.machine import Quietness
 from bench.process import Worker
+from bench.replicate import replicating, watched_agents
+from bench.run import Run
+from bench.samples import Samples
 from bench.scratch import TMPFS, check_room, scratch_directory
+from bench.slowdown import Loop, slowing_down
 from bench.spec import StateSpec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,6 +57,40 @@ def test_too_large_a_state_is_refused_before_it_starts() -> None:
 
 
 @pytest.mark.slow
+def test_sections_of_replication_give_every_figure_and_end_their_agents() -> None:
+    samples = Samples()
+    told: list[str] = []
+    spec = StateSpec(8, 1 << 18)
+    with scratch_directory() as directory:
+        run = Run(directory, samples, Quietness(), told.append)
+        replicating(run, "replicate", spec, 2)
+        slowing_down(run, "slowdown", spec, Loop(interval_seconds=0.1, saves=2), 2)
+        watched_agents(run, "memory", spec)
+        assert not list(directory.iterdir())
+    assert len(told) == 5
+    found = {(section, contender, measure): series.values for section, contender, measure, series in samples}
+    both = ("agent that sends", "agent that receives")
+    for contender in ("flashckpt-replicated", "socket", "socket-tls"):
+        assert all(0 < seconds < 60 for seconds in found["replicate", contender, "replicate"])
+    # The push is a part of the way from sealed to replicated.
+    for whole, push in zip(
+        found["replicate", "flashckpt-replicated", "replicate"],
+        found["replicate", "flashckpt-replicated", "push"],
+        strict=True,
+    ):
+        assert 0 < push <= whole
+    for agent in both:
+        assert len(found["replicate", agent, "cpu: replicate"]) == 2
+        assert all(10 << 20 < peak < 1 << 30 for peak in found["memory", agent, "replication, resident in all"])
+    for contender in ("no saving", "flashckpt-off", "flashckpt-replicated"):
+        assert len(found["slowdown", contender, "loop"]) == 2
+    for contender in ("flashckpt-off", "flashckpt-replicated"):
+        in_save, loop = (found["slowdown", contender, name] for name in ("loop: in save()", "loop"))
+        assert all(0 < a < b for a, b in zip(in_save, loop, strict=True))
+    assert not [pid for pid in _agents() if str(directory) in _command(pid)]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nothing_stays_behind(number: signal.Signals) -> None:
     run = subprocess.Popen(
@@ -80,6 +119,18 @@ def test_nothing_stays_behind(number: signal.Signals) -> None:
     while any(_is_running(pid) for pid in children):
         assert time.monotonic() < deadline, "workers outlive their parent"
         time.sleep(0.05)
+
+
+def _agents() -> list[int]:
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return [pid for pid in pids if "flashckpt.agent" in _command(pid)]
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def _is_running(pid: int) -> bool:

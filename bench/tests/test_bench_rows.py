@@ -13,9 +13,10 @@ from bench.report import Report, as_json, show
 from bench.rows import make_rows
 from bench.samples import NotMeasuredError, Samples
 from bench.sections import Options, plan_sections
+from bench.slowdown import Loop
 from bench.spec import StateSpec, format_size, parse_size
 
-OPTIONS = Options(size_bytes=1 << 30, rounds=3, first_rounds=2, small_tensors=20_000)
+OPTIONS = Options(size_bytes=1 << 30, rounds=3, first_rounds=2, small_tensors=20_000, loop=Loop(3.0, 2))
 MACHINE = Machine("cpu", 2, 1 << 34, "6.1", "3.11", "2.13", "never", "never", "sse42", True, "abc")
 
 

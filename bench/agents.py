@@ -1,0 +1,72 @@
+"""Agents that contenders started: found by the directories they serve, watched from outside, ended by id."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bench.errors import BenchError
+from flashckpt.agent.lock import LOCK_NAME, AgentLock
+from flashckpt.agent.process import LOG_NAME
+from flashckpt.agent.start import stop_agent
+from flashckpt.errors import FlashError
+from flashckpt.store.directory import open_directory
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+JOB = "bench"  # of all contenders
+_STOP_SECONDS = 5.0
+_TICKS = os.sysconf("SC_CLK_TCK")
+_PUSH = re.compile(r"push of shard (\d+)/\d+ of step (\d+) .* bytes in ([0-9.]+) s")
+
+
+@dataclass(frozen=True, slots=True)
+class Agent:
+    memory_dir: Path
+    pid: int
+
+    def cpu_seconds(self) -> float:
+        """Of all its threads, in the kernel and outside."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / _TICKS
+
+    def push_seconds(self, rank: int, step: int) -> float:
+        """How long the push of that shard took, from its first message to the acknowledgement, as its log says."""
+        for log in self.memory_dir.glob(f"*/{LOG_NAME}*"):
+            for match in _PUSH.finditer(log.read_text(errors="replace")):
+                if (int(match[1]), int(match[2])) == (rank, step):
+                    return float(match[3])
+        raise BenchError(f"{self.memory_dir}: expected the push of step {step} in the agent's log, found none")
+
+
+def agent_of(memory_dir: Path) -> Agent:
+    directory = open_directory(str(memory_dir), JOB, create=False)
+    try:
+        holder = AgentLock(directory).holder()
+    finally:
+        directory.close()
+    if holder is None:
+        raise BenchError(f"{memory_dir}: expected an agent, found none")
+    return Agent(memory_dir, holder.pid)
+
+
+def end_agents(directory: Path) -> float:
+    """Ends all that serve a directory below this one; returns the CPU seconds that they took in all."""
+    seconds = 0.0
+    for agent in _below(directory):
+        with contextlib.suppress(OSError):
+            seconds += agent.cpu_seconds()
+        with contextlib.suppress(FlashError):  # it may end by itself just now
+            stop_agent(str(agent.memory_dir), JOB, _STOP_SECONDS, kill=True)
+    return seconds
+
+
+def _below(directory: Path) -> Iterator[Agent]:
+    for lock in directory.rglob(LOCK_NAME):
+        with contextlib.suppress(BenchError, FlashError, OSError):
+            yield agent_of(lock.parent.parent)
