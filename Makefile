@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 NATIVE_SOURCES := CMakeLists.txt $(wildcard csrc/*/*) $(wildcard protos/flashckpt/v1/*.proto)
 
-.PHONY: demo test test-quick check check-native bench fuzz clean
+.PHONY: demo test test-slow check check-native bench fuzz spec clean
 
 $(STAMP): pyproject.toml constraints.txt $(NATIVE_SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || python3 -m venv $(VENV)
@@ -18,10 +18,11 @@ demo: $(STAMP)
 	$(BIN)/flashckpt demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
-
-test-quick: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow"
+
+# Whole launches of many ranks, long simulations: minutes each. CI runs them too.
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -m slow
 
 check: $(STAMP)
 	$(BIN)/ruff check .
@@ -37,6 +38,10 @@ bench: $(STAMP)
 
 fuzz: $(STAMP)
 	$(BIN)/python -m tests.fuzz.shard --count 200000
+
+# Needs spin and gcc (apt-get install spin gcc), nothing of .venv.
+spec:
+	spec/run
 
 clean:
 	rm -rf $(VENV) build flashckpt/v1 flashckpt/native/*.so
