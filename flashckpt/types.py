@@ -213,3 +213,49 @@ class Timings:
     @property
     def total(self) -> float:
         return self.inventory + self.plan + self.retrieve + self.verify + self.read
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """One shard in a node's inventory."""
+
+    held: Held
+    level: Level  # REPLICATED where the node has a record of its generation, else SEALED
+    verified: bool  # every chunk was checked here since it came; else only the head was
+
+
+@dataclass(frozen=True, slots=True)
+class NodeInventory:
+    """What one node holds, and what it remembers of who held what."""
+
+    node_id: str
+    holdings: tuple[Holding, ...]
+    fence: Fence | None
+    quarantined: int  # files that failed verification and were set aside
+    past: tuple[Session, ...]  # of earlier launches, newest last: they say who would have a shard that is missing
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRange:
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """Chunks of a shard to fetch from one holder, or from the next ones where that fails."""
+
+    ranges: tuple[ChunkRange, ...]  # ascending, apart from each other
+    sources: tuple[str, ...]  # node ids, in the order to ask them
+
+
+@dataclass(frozen=True, slots=True)
+class Retrieval:
+    """What a node lacks of one shard. Portions do not overlap; a whole one has every chunk in them."""
+
+    shard: ShardId
+    digest: bytes
+    tag: int
+    size_bytes: int  # of the whole file
+    whole: bool  # every chunk: the result is sealed and stays as a replica; else it lasts as long as the load
+    portions: tuple[Portion, ...]
