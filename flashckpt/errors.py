@@ -12,6 +12,7 @@
     ├── BusyError                                    busy: the previous generation is not complete
     ├── NotFoundError          (FileNotFoundError)  not found: no such step or shard
     ├── UnusableError                                not found: shards exist, no generation is usable
+    ├── RetrieveError                                not found: no holder could give what a node lacks of a shard
     ├── AmbiguousHistoryError                        two unrelated histories, nothing says which is dead
     ├── FencedError                                  a newer launch owns the job
     ├── AgentError             (ConnectionError)    this node's agent can't be started, reached or used
@@ -135,6 +136,17 @@ class AmbiguousHistoryError(FlashError):
     """Two complete, unrelated histories and no fence between them."""
 
     code = "FC-LOAD-003"
+
+
+class RetrieveError(FlashError):
+    """What this node lacks of a shard can't be had from any of its holders. Not for an agent of this node that is gone
+    (AgentError), nor for a deadline that passed (DeadlineError).
+
+    `problems`: for each shard that is lacking, as (shard, ((node, reason), …)); node "" where the reason is here.
+    """
+
+    code = "FC-LOAD-005"
+    default_hint = "an older generation may be whole; `flashckpt status` shows who holds what"
 
 
 class FencedError(FlashError):

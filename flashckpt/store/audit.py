@@ -15,6 +15,7 @@ from flashckpt.store.names import (
     is_plain_name,
     parse_draft_name,
     parse_fence_name,
+    parse_fetched_name,
     parse_record_name,
     parse_sealed_name,
     parse_slot_name,
@@ -45,6 +46,7 @@ class StoreStatus:
     writing: Count
     sealed: Count
     quarantine: Count
+    fetched: Count  # parts of shards, while a load needs them; what they take, not how long they are
     job_files: Count  # beside the slots: fence, session, records, secrets, what the agent keeps
     records: int  # commit records among them
     foreign_names: int  # files whose names are not ours
@@ -58,13 +60,14 @@ class StoreStatus:
 
     @property
     def total_bytes(self) -> int:
-        counts = (self.pool, self.writing, self.sealed, self.quarantine)
+        counts = (self.pool, self.writing, self.sealed, self.quarantine, self.fetched)
         return sum(count.size_bytes for count in counts)
 
 
 def slot_bytes(directory: Directory) -> int:
-    """The sum of all slot files, in whatever state."""
-    return sum(found.st_size for state in State for _, found in _files(directory, state))
+    """The sum of all slot files, in whatever state, and of what was fetched."""
+    slots = sum(found.st_size for state in State for _, found in _files(directory, state))
+    return slots + _fetched(directory).size_bytes
 
 
 def read_status(directory: Directory, room: Room, *, huge_page_bytes: int, granule_bytes: int) -> StoreStatus:
@@ -75,14 +78,16 @@ def read_status(directory: Directory, room: Room, *, huge_page_bytes: int, granu
         foreign_names += sum(parse_name(state, name) is None for name, _ in files)
         counts[state] = Count(len(files), sum(found.st_size for _, found in files))
     small = list(small_file_names(directory))
-    sizes = [found.st_size for place, name in small if (found := directory.stat(place, name)) is not None]
     foreign_names += sum(not is_known(place, name) for place, name in small)
+    small = [(place, name) for place, name in small if place is not Private.FETCHED]
+    sizes = [found.st_size for place, name in small if (found := directory.stat(place, name)) is not None]
     return StoreStatus(
         path=str(directory.path),
         pool=counts[State.POOL],
         writing=counts[State.WRITING],
         sealed=counts[State.SEALED],
         quarantine=counts[State.QUARANTINE],
+        fetched=_fetched(directory),
         job_files=Count(len(sizes), sum(sizes)),
         records=sum(parse_record_name(name) is not None for _, name in small),
         foreign_names=foreign_names,
@@ -142,6 +147,8 @@ def is_known(place: Place, name: str) -> bool:
     """Whether a small file has a name that we give."""
     if parse_draft_name(name) is not None:
         return True
+    if place is Private.FETCHED:
+        return parse_fetched_name(name) is not None
     if place is not None:
         return is_plain_name(name)
     parsers = (parse_fence_name, parse_record_name, parse_void_name)
@@ -168,10 +175,23 @@ def _small_file_problems(directory: Directory) -> list[str]:
                 check_file(directory.path / where, found)
             except UnsafeDirectoryError as error:
                 problems.append(f"{where}: {error.message}")
+        fetcher = parse_fetched_name(name)
+        if fetcher is not None and is_dead(fetcher):
+            problems.append(f"{where}: leaked, the agent that fetched it is dead")
         draft = parse_draft_name(name)
         if draft is not None and is_dead(draft.writer):
             problems.append(f"{where}: leaked draft of a {draft.kind}, its writer is dead")
     return problems
+
+
+def _fetched(directory: Directory) -> Count:
+    try:
+        names = directory.names(Private.FETCHED)
+    except NotFoundError:
+        return Count(0, 0)
+    found = [one for name in names if (one := directory.stat(Private.FETCHED, name)) is not None]
+    # Not their length: most of it is holes.
+    return Count(len(found), sum(one.st_blocks * 512 for one in found))
 
 
 def parse_name(state: State, name: str) -> SlotName | SealedName | None:

@@ -53,6 +53,7 @@ class Private(enum.StrEnum):
     """Folders beside the slots, made when something is first put there. Values are directory names."""
 
     TLS = "tls"  # keys and certificates
+    FETCHED = "fetched"  # parts of shards, for as long as a load needs them
 
 
 Place: TypeAlias = State | Private | None  # None = the job's directory itself

@@ -41,6 +41,7 @@ _SEALED = re.compile(
     rf"e{_NUMBER}-([0-9a-f]{{16}})-{_NUMBER}-{_NUMBER}\.r{_NUMBER}-{_NUMBER}"
     rf"\.t([0-9a-f]{{8}})\.s([0-9a-f]{{16}})\.{_WRITER}"
 )
+_FETCHED = re.compile(rf"f([0-9a-f]{{16}})\.{_WRITER}")
 _FENCE = re.compile(rf"fence-{_NUMBER}-([0-9a-f]{{16}})-(-?){_NUMBER}")
 _RECORD = re.compile(rf"record-{_NUMBER}-([0-9a-f]{{16}})-{_NUMBER}-{_NUMBER}")
 _PLAIN = re.compile(r"[a-z][a-z0-9_-]{0,40}(\.[a-z0-9_-]{1,20}){0,2}")
@@ -92,6 +93,16 @@ def parse_slot_name(name: str) -> SlotName | None:
         return None
     writer = _writer(match.groups()[1:])
     return None if writer is None else SlotName(int(match[1], 16), writer)
+
+
+def fetched_name(file_id: int, writer: Owner) -> str:
+    return f"f{_within(file_id, _U64, 'file_id'):016x}.{_writer_text(writer)}"
+
+
+def parse_fetched_name(name: str) -> Owner | None:
+    """The agent that fetched it."""
+    match = _FETCHED.fullmatch(name)
+    return None if match is None else _writer(match.groups()[1:])
 
 
 def sealed_prefix(shard: ShardId) -> str:

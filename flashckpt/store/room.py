@@ -176,9 +176,14 @@ def allocate(
     *,
     granule_bytes: int = 1 << 16,
     path: str = "slot",
+    in_hole: bool = False,
 ) -> None:
-    """Gives the file real memory from `start` on, or raises NoSpaceError and leaves it as large as it was."""
+    """Gives the file real memory from `start` on, or raises NoSpaceError and leaves it as large as it was.
+
+    `in_hole`: there is none behind any of it yet, also where the file reaches further.
+    """
     size_before = os.fstat(fd).st_size
+    backed_bytes = 0 if in_hole else size_before
     end = start + length
     position = start
     try:
@@ -186,7 +191,7 @@ def allocate(
             failpoint("before_allocate" if position == start else "mid_allocate")
             room = room_reader()
             # All that is still missing, not just the next step: what can't be finished is not begun.
-            need = max(0, end - max(position, size_before))
+            need = max(0, end - max(position, backed_bytes))
             reason = check_room(need, room)
             if reason is not None:
                 raise no_space(need, room, reason, path)
@@ -205,7 +210,7 @@ def allocate(
             errno.EDQUOT,
         ):
             room = room_reader()
-            need = end - min(size_before, end)
+            need = end - min(max(backed_bytes, start), end)
             reason = f"{os.strerror(error.errno)}: {describe(need, room)}"
             raise no_space(need, room, reason, path) from error
         raise

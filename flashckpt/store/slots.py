@@ -31,15 +31,17 @@ from typing import TYPE_CHECKING
 
 from flashckpt.errors import ConfigError, ConflictError, FlashError
 from flashckpt.failpoints import failpoint
-from flashckpt.store import audit, voids
+from flashckpt.store import audit, fetched, voids
 from flashckpt.store.audit import StoreStatus
-from flashckpt.store.directory import Directory, Place, State, open_directory
+from flashckpt.store.directory import Directory, Place, Private, State, open_directory
+from flashckpt.store.fetched import FetchedFile
 from flashckpt.store.grants import Grants
 from flashckpt.store.handles import Reclaimed, Sealed, Slot, SlotFile, shard_gone
 from flashckpt.store.job_files import JobFiles
 from flashckpt.store.mounts import huge_page_bytes
 from flashckpt.store.names import (
     parse_draft_name,
+    parse_fetched_name,
     parse_sealed_name,
     parse_slot_name,
     sealed_prefix,
@@ -407,6 +409,24 @@ class SlotStore(JobFiles):
         except FileNotFoundError as error:
             raise shard_gone(sealed) from error
 
+    # -- parts of shards that an agent fetched -------------------------------------------------------------
+
+    def create_fetched(self, size_bytes: int) -> FetchedFile:
+        """Agents only: a file as long as a shard, without memory; `FetchedFile.remove` ends it."""
+        self._check_usable()
+        self._directory.check_still_ours()
+        return FetchedFile(self._directory, self._owner, size_bytes, self._room, self.granule_bytes)
+
+    def open_fetched(self, name: str) -> int:
+        """A descriptor for reading, the caller's to close. NotFoundError where the load that needed it has ended."""
+        self._check_usable()
+        return fetched.open_fetched(self._directory, name)
+
+    def empty_fetched(self) -> int:
+        """Agents only, at their start: what a predecessor left goes. Returns how many files."""
+        self._check_usable()
+        return fetched.empty_fetched(self._directory)
+
     def highest_epoch(self) -> int:
         """That the fence or any shard here knows of; 0 if none."""
         in_force = self.read_fence()
@@ -526,6 +546,8 @@ class SlotStore(JobFiles):
             draft = parse_draft_name(name)
             if draft is not None:
                 found.append((place, name, draft.writer))
+            elif place is Private.FETCHED and (fetcher := parse_fetched_name(name)) is not None:
+                found.append((place, name, fetcher))
         return found
 
     def _note_foreign(self, state: State, name: str) -> None:

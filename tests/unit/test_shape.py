@@ -23,7 +23,7 @@ OUTSIDE = {
     "testing": {"torch", "native", "store", "format", "agent", "checkpointer"},
     "state": {"torch", "format"},
     "save": {"torch", "state", "format", "store", "native", "agent", "rpc", "credentials", "placement"},
-    "load": {"torch", "numpy", "state", "format", "store", "native", "save"},
+    "load": {"torch", "numpy", "state", "format", "store", "native", "save", "agent", "transport"},
     "checkpointer": {"torch", "state", "save", "load", "store", "join", "rpc", "agent"},
     "dcp": {"torch", "checkpointer", "join", "state", "save", "load", "format", "store"},
     "devices": {"torch"},
@@ -126,7 +126,7 @@ def test_public_names():
             "UnsafeDirectoryError",
         ),
         *("UnsupportedValueError", "UnusableError", "dcp"),
-        *("AgentError", "DeniedError", "PeerError"),
+        *("AgentError", "DeniedError", "PeerError", "RetrieveError"),
     }
 
 
