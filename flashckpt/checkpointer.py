@@ -33,9 +33,11 @@ from flashckpt.group import PrivateGroup
 from flashckpt.launch import agree_launch, agree_topology
 from flashckpt.load.recover import Recovery, Request, find_candidates
 from flashckpt.save.handle import SaveHandle
+from flashckpt.save.overlap import Overlap
 from flashckpt.save.plan import Planner, SavePlan
 from flashckpt.save.retention import State, Verdict
 from flashckpt.save.slots import OwnSlots
+from flashckpt.save.snapshot import when_ready
 from flashckpt.save.values import pack
 from flashckpt.save.write import ShardWriter
 from flashckpt.state.flatten import Flat, flatten
@@ -45,6 +47,7 @@ from flashckpt.types import Fence, Generation, Launch, Level, Outcome, Session, 
 if TYPE_CHECKING:
     from collections.abc import Iterator, MutableMapping, Sequence
 
+    import torch
     import torch.distributed as dist
 
     from flashckpt.load.result import LoadResult
@@ -124,6 +127,7 @@ class Checkpointer:
         self._seq = 0
         self._last_step: int | None = None
         self._agreed = False  # ranks compared what they are going to store
+        self._overlap = Overlap()
         self._anchored = False  # what this launch saves is known to follow what is there
 
     def _open_slots(self, launch: Launch) -> Slots:
@@ -142,11 +146,21 @@ class Checkpointer:
 
     # --- save -----------------------------------------------------------------------------------------------
 
-    def save(self, step: int, state_dict: Mapping[Any, Any], *, extra: Mapping[str, Any] | None = None) -> SaveHandle:
+    def save(
+        self,
+        step: int,
+        state_dict: Mapping[Any, Any],
+        *,
+        extra: Mapping[str, Any] | None = None,
+        overlap: bool = False,
+    ) -> SaveHandle:
         """Copies the state to this node's memory. Once this returns the tensors may be mutated.
 
         Every rank has to call it with the same step. What the state dict itself is to blame for (a value that
         can't be saved) is raised; running out of memory and the like ends in `handle.outcome == "failed"`.
+
+        With `overlap` the copy runs in a thread, and tensors may be mutated once the handle is STAGED
+        (`wait_until_staged`); other values are taken here and now. The next call waits for it.
         """
         with self._alone("save"):
             if self._settings.disabled:
@@ -162,28 +176,56 @@ class Checkpointer:
                 self._slots.void(generation)
                 raise
             handle = SaveHandle(step, generation, self._highest_level)
-            outcomes: tuple[type[Exception], ...] = _OUTCOMES
             try:
                 plan = self._agree_on(plan, flat, values)
-                planned = time.perf_counter()
-                outcomes = (FlashError, OSError)
-                written = self._writer.write(
-                    ShardId(generation, self._topology.rank, self._topology.world),
-                    plan,
-                    flat,
-                    values,
-                    on_staged=lambda: handle.advance(Level.STAGED),
-                )
             except BaseException as error:
                 self._slots.void(generation)
-                if not isinstance(error, outcomes) or isinstance(error, _CALLERS_FAULT):
+                if not isinstance(error, _OUTCOMES) or isinstance(error, _CALLERS_FAULT):
                     raise
                 return self._save_failed(handle, error)
-            handle.size_bytes = written.sealed.size_bytes
-            handle.timings = dataclasses.replace(written.timings, plan=planned - began)
-            handle.advance(Level.SEALED)
-            self._slots.follow(handle)
-            return self._ended(handle, Outcome.OK, "")
+            planned = time.perf_counter() - began
+            ready = when_ready(flat) if overlap else None
+
+            def write() -> None:
+                self._write(handle, generation, plan, flat, values, planned, ready)
+
+            if overlap:
+                self._overlap.start(handle, write)
+            else:
+                write()
+            handle.blocked_seconds = time.perf_counter() - began
+            return handle
+
+    def _write(
+        self,
+        handle: SaveHandle,
+        generation: Generation,
+        plan: SavePlan,
+        flat: Flat,
+        values: bytes,
+        planned: float,
+        ready: Mapping[torch.device, torch.Event] | None,
+    ) -> None:
+        """The part of a save that moves bytes. Local; also in the thread of an overlapped save."""
+        shard = ShardId(generation, self._topology.rank, self._topology.world)
+        try:
+            written = self._writer.write(shard, plan, flat, values, on_staged=handle.stage, ready=ready)
+        except BaseException as error:
+            self._slots.void(generation)
+            if not isinstance(error, (FlashError, OSError)) or isinstance(error, _CALLERS_FAULT):
+                self._ended(handle, Outcome.FAILED, str(error), error if isinstance(error, Exception) else None)
+                raise
+            self._save_failed(handle, error)
+            return
+        handle.size_bytes = written.sealed.size_bytes
+        handle.timings = dataclasses.replace(written.timings, plan=planned)
+        handle.advance(Level.SEALED)
+        self._slots.follow(handle)
+        self._ended(handle, Outcome.OK, "")
+
+    def settle(self) -> None:
+        """Returns when no overlapped save is under way; raises what it raised. Local."""
+        self._overlap.settle(self.config.save_timeout + self.config.peer_timeout)
 
     def prewarm(self, state_dict: Mapping[Any, Any]) -> None:
         """Allocates and faults the slots ahead of the first save. Collective.
@@ -331,6 +373,9 @@ class Checkpointer:
             return
         self._closed = True
         if not self._settings.disabled:
+            with contextlib.suppress(Exception):  # its handle tells
+                self.settle()
+            self._overlap.close()
             self._slots.close()
             self._writer.close()
             self._store.close()
@@ -395,6 +440,8 @@ class Checkpointer:
         if not self._exclusive.acquire(blocking=False):
             raise ConflictError(f"{doing}() called while another call is under way", hint="call from one thread")
         try:
+            if not self._settings.disabled:
+                self.settle()
             yield
         finally:
             self._exclusive.release()

@@ -11,7 +11,7 @@ import torch
 from flashckpt.errors import UnsupportedValueError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +53,11 @@ def as_bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_BY_ITEMSIZE[tensor.itemsize])
 
 
+def event_of(device: torch.device) -> torch.Event:
+    """Behind all that this thread has queued on the device so far."""
+    return torch.accelerator.current_stream(device).record_event()
+
+
 class CudaRegistrar:
     """Page-locks memory that is mapped already, so that the device copies into it at full speed."""
 
@@ -77,8 +82,16 @@ class Copier:
         # gives the buffer back at once.)
         self._pinned: dict[int, memoryview] = {}
 
-    def copy(self, data: memoryview, copies: Sequence[DeviceCopy]) -> None:
-        """Copies into `data`; once this returns the tensors may be mutated."""
+    def copy(
+        self,
+        data: memoryview,
+        copies: Sequence[DeviceCopy],
+        ready: Mapping[torch.device, torch.Event] | None = None,
+    ) -> None:
+        """Copies into `data`; once this returns the tensors may be mutated.
+
+        `ready`: events to start behind, by device. Needed in a thread, whose current stream is not the caller's.
+        """
         if not copies:
             return
         area = torch.frombuffer(data, dtype=torch.uint8)
@@ -89,7 +102,7 @@ class Copier:
                 continue
             device = one.source.device
             if device not in streams:
-                streams[device] = self._side_stream(device, data)
+                streams[device] = self._side_stream(device, data, ready)
             with streams[device]:
                 _put(area, one)
         # IMPORTANT: STAGED promises that the caller may mutate its tensors, so every copy has to have ended.
@@ -114,12 +127,14 @@ class Copier:
             self._registrar.unregister(address)
             self._pinned.pop(address).release()
 
-    def _side_stream(self, device: torch.device, data: memoryview) -> torch.Stream:
+    def _side_stream(
+        self, device: torch.device, data: memoryview, ready: Mapping[torch.device, torch.Event] | None
+    ) -> torch.Stream:
         """A stream of our own that starts after the work queued so far, and pinned memory to copy into."""
         if device not in self._streams:
             self._streams[device] = torch.Stream(device=device)
         stream = self._streams[device]
-        stream.wait_stream(torch.accelerator.current_stream(device))
+        stream.wait_event(ready[device] if ready is not None else event_of(device))
         if device.type == "cuda":
             self.pin(data)
         return stream

@@ -12,7 +12,7 @@ from flashckpt.types import Generation, Level, Outcome
 
 @dataclass(frozen=True, slots=True)
 class SaveTimings:
-    """Seconds of the training thread, by stage."""
+    """Seconds by stage: of the training thread, or of the thread beside it where the save was overlapped."""
 
     plan: float = 0.0
     claim: float = 0.0
@@ -32,10 +32,12 @@ class SaveHandle:
         self.generation = generation
         self.size_bytes = 0
         self.timings = SaveTimings()
+        self.blocked_seconds = 0.0  # that the training thread was held, in save() and at the gate
         self.staging_completion: Future[None] = Future()
         self.upload_completion: Future[None] = Future()
         self.reason = ""
         self._highest = highest  # the level this launch can bring a generation to
+        self._given_up = False  # the tensors may have changed while they were copied: it must not be sealed
         self._stopped = ""  # why it will never get further than it is
         self._level = Level.NONE
         self._outcome: Outcome | None = None
@@ -85,6 +87,25 @@ class SaveHandle:
             self._changed.notify_all()
         if level >= Level.STAGED and not self.staging_completion.done():
             self.staging_completion.set_result(None)
+
+    def stage(self) -> bool:
+        """The copy is made. False where it was given up before: it must be thrown away."""
+        with self._changed:
+            if self._given_up:
+                return False
+            self._level = max(self._level, Level.STAGED)
+            self._changed.notify_all()
+        if not self.staging_completion.done():
+            self.staging_completion.set_result(None)
+        return True
+
+    def give_up(self) -> bool:
+        """The caller is going to change its tensors. False where they were copied already, or the save has ended."""
+        with self._changed:
+            if self._level >= Level.STAGED or self._outcome is not None:
+                return False
+            self._given_up = True
+            return True
 
     def stop(self, reason: str) -> None:
         """It will never get further. Where it is beyond that already, nothing changes."""

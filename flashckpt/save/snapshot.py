@@ -6,12 +6,12 @@ from array import array
 from typing import TYPE_CHECKING, Any
 
 from flashckpt import native
-from flashckpt.devices import Copier, DeviceCopy, native_address
+from flashckpt.devices import Copier, DeviceCopy, event_of, native_address
 from flashckpt.failpoints import failpoint
 from flashckpt.state.regions import local_parts, narrow, plain_local
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import torch
 
@@ -28,6 +28,7 @@ def snapshot(
     chunk_bytes: int,
     threads: int,
     copier: Copier,
+    ready: Mapping[torch.device, torch.Event] | None = None,
 ) -> bytes:
     """Fills the data area and returns its chunk CRCs. Once this returns the tensors may be mutated.
 
@@ -50,7 +51,7 @@ def snapshot(
             address = 0
         pieces += (address, source.offset_bytes, source.length_bytes)
     failpoint("before_copy")
-    copier.copy(data, by_torch)
+    copier.copy(data, by_torch, ready)
     start = plan.tensor_bytes
     data[start : start + len(values)] = values
     pieces += (0, start, len(values))
@@ -58,6 +59,12 @@ def snapshot(
     crcs = native.scatter_copy(data, array("q", pieces), chunk_bytes, threads)
     failpoint("after_copy")
     return crcs
+
+
+def when_ready(flat: Flat) -> dict[torch.device, torch.Event]:
+    """For each accelerator that the state is on: an event behind what the caller has queued on it so far."""
+    devices = {tensor.device for tensor in flat.tensors.values() if not tensor.is_cpu}
+    return {device: event_of(device) for device in devices}
 
 
 def _view(fqn: str, tensor: Any, source: Source) -> torch.Tensor:
