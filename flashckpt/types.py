@@ -108,6 +108,22 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
+class PersistSettings:
+    """How a launch uses its persistent tier; CheckpointConfig says what each of them means."""
+
+    directory: str  # an absolute path or a URL
+    interval: int | None = None  # steps
+    interval_seconds: float | None = None
+    max_mbps: float | None = None
+    concurrency: int = 2
+    timeout: float = 1800.0
+    keep_latest_k: int = 0
+    keep_every: int | None = None
+    keep_steps: tuple[int, ...] = ()
+    on_exit: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Session:
     """What the agents of a launch have to know to replicate and commit without the trainers."""
 
@@ -117,6 +133,7 @@ class Session:
     replicas: int  # copies on other nodes that were asked for
     strategy: str  # of placement
     slots_per_rank: int
+    persist: PersistSettings | None = None  # None: memory only
 
     @property
     def coordinator(self) -> str:

@@ -1,4 +1,4 @@
-"""Renames that do not replace.
+"""Renames that do not replace, or that swap.
 
 `renameat2(RENAME_NOREPLACE)` and not link + unlink: between those two the file has two names and two links,
 so that a crash leaves it in two states at once and every reader that insists on one link refuses it.
@@ -10,7 +10,8 @@ import ctypes
 import errno
 import os
 
-_RENAME_NOREPLACE = 1
+_RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
+_AT_FDCWD = -100
 
 
 def _load_renameat2() -> ctypes._NamedFuncPointer | None:
@@ -42,3 +43,13 @@ def rename_noreplace(source: str, target: str, *, source_fd: int, target_fd: int
         os.rename(source, target, src_dir_fd=source_fd, dst_dir_fd=target_fd)
     else:
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)
+
+
+def rename_exchange(one: str, other: str) -> None:
+    """Swaps what two paths name, in one moment. OSError where the filesystem can't (EINVAL, ENOSYS)."""
+    number = errno.ENOSYS
+    if _renameat2 is not None:
+        if _renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+            return
+        number = ctypes.get_errno()
+    raise OSError(number, os.strerror(number), one, None, other)

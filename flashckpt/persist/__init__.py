@@ -1,0 +1,1 @@
+"""The persistent tier: stock DCP checkpoints on disk or in an object store, written from sealed shards."""

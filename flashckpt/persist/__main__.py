@@ -1,0 +1,85 @@
+"""`python -I -m flashckpt.persist`: the flusher, a helper process of the agent. Told on stdin, answers on stdout.
+
+One line of JSON in; lines of JSON out: progress, then how it ended. It ends when stdin does: that is its agent's end.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+from flashckpt.errors import FlashError
+from flashckpt.persist.spec import decode_spec
+
+_ORPHANED = 77
+_NICE = 10
+_PROGRESS_SECONDS = 0.5
+
+
+def main() -> int:
+    """Returns the exit code: 0 where the last line says that it went well."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # whatever a library prints is for the log
+    logging.basicConfig(format="flusher: %(message)s", level=logging.INFO, stream=sys.stderr)
+    line = sys.stdin.buffer.readline()
+    threading.Thread(target=_end_with_the_agent, name="stdin", daemon=True).start()
+    os.nice(_NICE)
+    lock = threading.Lock()
+    done = [0, 0.0]  # bytes so far, when that was said
+
+    def say(**content: Any) -> None:
+        answers.write(json.dumps(content) + "\n")
+
+    def progress(count: int) -> None:
+        with lock:
+            done[0] += count
+            now = time.monotonic()
+            if now - done[1] >= _PROGRESS_SECONDS:
+                done[1] = now
+                say(state="writing", done_bytes=done[0])
+
+    try:
+        spec = decode_spec(line)
+        import torch
+
+        from flashckpt.persist.flush import flush
+
+        torch.set_num_threads(1)  # training has the cores
+        told = flush(spec, progress)
+    except FlashError as error:
+        say(state="failed", reason=error.message, hint=error.hint, shard=_shard_of(error))
+        return 1
+    except Exception as error:
+        logging.getLogger(__name__).exception("flush failed")
+        say(state="failed", reason=f"{type(error).__name__}: {error}", hint=_hint(error), shard=None)
+        return 1
+    say(state="done", **told)
+    return 0
+
+
+def _end_with_the_agent() -> None:
+    while sys.stdin.buffer.read(1 << 10):
+        pass
+    os._exit(_ORPHANED)
+
+
+def _shard_of(error: FlashError) -> int | None:
+    """The rank whose shard turned out bad."""
+    shard = error.fields.get("shard")
+    return None if shard is None else int(shard.rank)
+
+
+def _hint(error: Exception) -> str:
+    return "free space in persist_dir, or keep fewer steps (keep_latest_k)" if isinstance(error, OSError) else ""
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stderr.flush()
+    # Without the interpreter's own end: the thread that reads stdin can't be joined.
+    os._exit(code)

@@ -1,0 +1,211 @@
+"""Flush: one generation from sealed shards to persist_dir. Reads as the list of its stages.
+
+Order: data files, each durable → what every node wrote → meta.json → `.metadata` → rename → `latest` → retention.
+Nobody sees a step before all of it is durable, and whatever ends this process leaves the step before it untouched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flashckpt import __version__, native
+from flashckpt.errors import CorruptShardError, FlashError, NotFoundError
+from flashckpt.failpoints import failpoint
+from flashckpt.persist.catalog import list_steps
+from flashckpt.persist.exchange import Exchange
+from flashckpt.persist.index import encode_index
+from flashckpt.persist.meta import FileInfo, Meta, encode_meta, json_part
+from flashckpt.persist.names import META_JSON, METADATA, attempt_of, is_deleting, step_name
+from flashckpt.persist.plan import plan
+from flashckpt.persist.retain import KeepRules, Lying, removable
+from flashckpt.persist.storage import open_storage
+from flashckpt.persist.write import Shard, Written, write_files
+from flashckpt.store.slots import SlotStore
+from flashckpt.transport.throttle import Throttle
+from flashckpt.types import ShardId
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from flashckpt.persist.plan import PersistPlan
+    from flashckpt.persist.spec import FlushSpec
+    from flashckpt.persist.storage import Stage, Storage
+
+_log = logging.getLogger(__name__)
+
+_MEET_SECONDS = 120.0  # for all nodes to show what they have: much less than writing it may take
+
+
+def flush(spec: FlushSpec, progress: Callable[[int], None] = lambda _: None) -> dict[str, Any]:
+    """This node's part. Returns what there is to tell; raises where it failed, and leaves no more than a temporary
+    directory then, which the next flush removes."""
+    storage = open_storage(spec.settings.directory)
+    if spec.coordinates:
+        sweep(storage, spec.attempt)
+    failpoint("before_flush")
+    stage = storage.stage(spec.generation.step, spec.attempt)
+    nodes = [node for node, _ in spec.writers]
+    deadline = time.monotonic() + spec.settings.timeout
+    meeting = min(deadline, time.monotonic() + _MEET_SECONDS)
+    together = Exchange(storage, stage, nodes, spec.node_id, meeting) if len(nodes) > 1 else None
+    try:
+        with _shards(spec) as shards:
+            mine = [shard.contribution() for shard in shards]
+            if together is not None:
+                together.offer(mine)
+                mine = together.offered()
+            _check_ranks(spec, [one.rank for one in mine])
+            todo = plan(mine)
+            mbps = spec.settings.max_mbps
+            written = write_files(
+                storage,
+                stage,
+                todo,
+                shards,
+                throttle=Throttle(None if mbps is None else mbps * 1e6 / 8),
+                concurrency=spec.settings.concurrency,
+                progress=progress,
+            )
+            paths = _value_paths(todo, shards)
+            saved_at = min((shard.header.saved_at for shard in shards), default=float("inf"))
+            extra = shards[0].values.extra if shards else None
+        if together is not None:
+            together = Exchange(storage, stage, nodes, spec.node_id, deadline)
+            together.report(written, paths, saved_at)
+        if not spec.coordinates:
+            return _told(written)
+        if together is not None:
+            written, paths, saved_at = _merge(together.reported())
+            _check_seen(storage, stage, written)
+            together.clean()
+    except BaseException as error:
+        if together is not None and not isinstance(error, NotFoundError):
+            reason = error.message if isinstance(error, FlashError) else f"{type(error).__name__}: {error}"
+            with contextlib.suppress(OSError, FlashError):
+                together.fail(reason)
+        raise
+    marker = encode_index(todo, written.placed, paths)
+    written.files[METADATA] = FileInfo(len(marker), native.crc32c(marker))
+    meta = Meta(
+        job=spec.job,
+        generation=spec.generation,
+        world=spec.world,
+        saved_at=saved_at,
+        persisted_at=time.time(),
+        reason=spec.reason,
+        files=written.files,
+        values=written.values,
+        extra=json_part(extra),
+        extra_keys=tuple(sorted(map(str, extra))) if isinstance(extra, dict) else (),
+        versions={"flashckpt": __version__, "torch": str(torch.__version__)},
+    )
+    storage.put(f"{stage.place}/{META_JSON}", encode_meta(meta))
+    storage.commit(stage, spec.generation.step, marker)
+    _move_latest(storage, spec)
+    retain(storage, spec)
+    return _told(written)
+
+
+def sweep(storage: Storage, attempt: str) -> None:
+    """Removes what flushes and deletions that died have left. One flush at a time: nobody else is writing."""
+    for name in storage.list() or {}:
+        left = attempt_of(name)
+        if is_deleting(name) or (left is not None and left != attempt):
+            _log.info("removing %s/%s, which a flush that ended early left behind", storage.root, name)
+            _remove(storage, name)
+
+
+def retain(storage: Storage, spec: FlushSpec) -> None:
+    settings = spec.settings
+    rules = KeepRules(settings.keep_latest_k, settings.keep_every, frozenset(settings.keep_steps))
+    lying = [
+        Lying(one.name, one.step, one.order, not one.problem, one.meta is not None and one.meta.job == spec.job)
+        for one in list_steps(storage)
+    ]
+    for name, reason in removable(lying, rules, storage.latest(), {step_name(spec.generation.step)}).items():
+        _log.info("removing %s/%s: %s", storage.root, name, reason)
+        _remove(storage, name)
+
+
+def _remove(storage: Storage, name: str) -> None:
+    """Failing here is no reason to call a flush failed; the next one tries again."""
+    try:
+        storage.remove(name)
+    except OSError as error:
+        _log.warning("%s/%s could not be removed: %s; trying again later", storage.root, name, error)
+
+
+@contextlib.contextmanager
+def _shards(spec: FlushSpec) -> Iterator[list[Shard]]:
+    """The shards that this node writes, open, with their headers checked."""
+    opened: list[Shard] = []
+    with SlotStore.open(spec.memory_dir, spec.job, create=False) as store:
+        try:
+            for rank in spec.ranks:
+                shard = ShardId(spec.generation, rank, spec.world)
+                sealed = store.find(shard)
+                if sealed is None:
+                    raise NotFoundError(f"{shard}: expected it in {store.path}, found that it is gone")
+                opened.append(Shard(store.open_shard(sealed), shard, spec.job))
+            yield opened
+        finally:
+            for one in opened:
+                one.close()
+
+
+def _check_ranks(spec: FlushSpec, ranks: list[int]) -> None:
+    if sorted(ranks) != list(range(spec.world)):
+        raise CorruptShardError(f"{spec.generation}: expected shards of ranks 0 to {spec.world - 1}, found {ranks}")
+
+
+def _value_paths(todo: PersistPlan, shards: list[Shard]) -> dict[str, tuple[str | int, ...]]:
+    """Nested keys that are not simply the parts of the flat ones."""
+    by_rank = {shard.rank: shard.values.paths for shard in shards}
+    return {
+        value.key: by_rank[value.rank][value.fqn] for value in todo.values if value.fqn in by_rank.get(value.rank, ())
+    }
+
+
+def _merge(
+    reports: list[tuple[Written, dict[str, tuple[str | int, ...]], float]],
+) -> tuple[Written, dict[str, tuple[str | int, ...]], float]:
+    merged = Written()
+    paths: dict[str, tuple[str | int, ...]] = {}
+    for written, value_paths, _ in reports:
+        merged.files |= written.files
+        merged.placed += written.placed
+        merged.values |= written.values
+        paths |= value_paths
+    return merged, paths, min(saved_at for _, _, saved_at in reports)
+
+
+def _check_seen(storage: Storage, stage: Stage, written: Written) -> None:
+    """What other nodes say they wrote has to lie here too."""
+    seen = storage.list(stage.place) or {}
+    for name, info in written.files.items():
+        size = seen[name].size_bytes if name in seen else None
+        if size != info.size_bytes:
+            raise NotFoundError(
+                f"{storage.root}/{stage.place}/{name}: expected {info.size_bytes} bytes that another node wrote, "
+                f"found {'no such file' if size is None else size}",
+                hint="persist_dir has to be the same directory on every node",
+            )
+
+
+def _move_latest(storage: Storage, spec: FlushSpec) -> None:
+    """Never back: an older step that was flushed on demand is not the latest."""
+    name = step_name(spec.generation.step)
+    good = [one for one in list_steps(storage) if not one.problem]
+    mine = next((one for one in good if one.name == name), None)
+    current = next((one for one in good if one.name == storage.latest()), None)
+    if mine is not None and (current is None or current.order <= mine.order):
+        storage.point_latest(name)
+
+
+def _told(written: Written) -> dict[str, Any]:
+    return {"files": len(written.files), "size_bytes": sum(one.size_bytes for one in written.files.values())}

@@ -1,0 +1,69 @@
+"""What the names in persist_dir mean. Pure."""
+
+from __future__ import annotations
+
+import re
+
+METADATA = ".metadata"  # DCP's index, and the commit marker: without it nothing is a checkpoint
+META_JSON = "meta.json"
+LATEST = "latest"
+FENCE = "fence.json"
+
+# Keys of DCP must be the same on all ranks: what belongs to one rank alone is named after it.
+_PER_RANK = "__rank__"
+
+_STEP = re.compile(r"step-(0|[1-9][0-9]{0,18})")
+# How others name the directory of a step.
+_FOREIGN_STEP = re.compile(r"(?:step[-_]?|checkpoint-)([0-9]{1,19})(?:_ckpt)?")
+_TEMPORARY = re.compile(r"step-(?:0|[1-9][0-9]{0,18})\.tmp-([0-9a-f]{16})")
+_DELETING = re.compile(r".+\.deleting-[0-9a-f]{16}")
+
+
+def step_name(step: int) -> str:
+    return f"step-{step}"
+
+
+def step_of(name: str, *, foreign: bool = False) -> int | None:
+    """The step of a directory's name; `foreign` also takes the spellings of other checkpointers."""
+    match = _STEP.fullmatch(name) or (_FOREIGN_STEP.fullmatch(name) if foreign else None)
+    return None if match is None else int(match[1])
+
+
+def temporary_name(step: int, attempt: str) -> str:
+    return f"{step_name(step)}.tmp-{attempt}"
+
+
+def attempt_of(name: str) -> str | None:
+    """The attempt that writes, or wrote, into this temporary directory; None for every other name."""
+    match = _TEMPORARY.fullmatch(name)
+    return None if match is None else match[1]
+
+
+def deleting_name(name: str, token: str) -> str:
+    return f"{name}.deleting-{token}"
+
+
+def is_deleting(name: str) -> bool:
+    return _DELETING.fullmatch(name) is not None
+
+
+def per_rank_key(rank: int, fqn: str) -> str:
+    return f"{_PER_RANK}.{rank}.{fqn}"
+
+
+def parse_per_rank_key(key: str) -> tuple[int, str] | None:
+    """(rank, key) of a key that belongs to one rank; None for what all ranks share."""
+    prefix, _, rest = key.partition(".")
+    number, _, fqn = rest.partition(".")
+    if prefix != _PER_RANK or not number.isascii() or not number.isdigit() or not fqn:
+        return None
+    return int(number), fqn
+
+
+def data_name(rank: int, part: int, suffix: str = "") -> str:
+    return f"__{rank}_{part}{suffix}.distcp"
+
+
+def values_name(rank: int, suffix: str = "") -> str:
+    """The rank's values in the typed, pickle-free encoding, for our own reader."""
+    return f"__{rank}_values{suffix}.flash"

@@ -1,0 +1,52 @@
+"""Which persisted steps may go. Pure: what lies there goes in, what to remove comes out with the reasons."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+
+@dataclass(frozen=True, slots=True)
+class KeepRules:
+    """What to keep. The newest good step, what `latest` names and what is being written stay in any case."""
+
+    latest_k: int = 0  # 0: all
+    every: int | None = None  # steps that are a multiple of it are permanent: they neither count nor go
+    steps: frozenset[int] = frozenset()  # permanent too
+
+
+@dataclass(frozen=True, slots=True)
+class Lying:
+    """One step in persist_dir."""
+
+    name: str
+    step: int
+    order: tuple[int, int, int]  # newest last: launch first, then step
+    good: bool
+    ours: bool  # written by this job; others' are never touched
+
+
+def is_permanent(step: int, rules: KeepRules) -> bool:
+    return step in rules.steps or (rules.every is not None and step % rules.every == 0)
+
+
+def removable(
+    lying: Iterable[Lying], rules: KeepRules, latest: str | None, busy: Collection[str] = ()
+) -> dict[str, str]:
+    """Names to remove, oldest first, each with the reason."""
+    found = sorted(lying, key=lambda one: one.order)
+    good = [one for one in found if one.good]
+    newest = good[-1].name if good else None
+    protected = {latest, newest, *busy}
+    if rules.latest_k == 0:
+        return {}
+    counted = [one for one in good if one.ours and not is_permanent(one.step, rules)]
+    kept = {one.name for one in counted[-rules.latest_k :]}
+    return {
+        one.name: f"{rules.latest_k} newer steps are kept"
+        for one in counted
+        if one.name not in kept and one.name not in protected
+    }

@@ -1,0 +1,249 @@
+"""The files of a persisted step, written from sealed shards: every chunk is verified before a byte of it leaves.
+
+A tensor's part is a `torch.save` blob at an offset of a data file, a value another one: what DCP's own reader expects.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import IO, TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+
+from flashckpt import native
+from flashckpt.errors import CorruptShardError
+from flashckpt.failpoints import failpoint
+from flashckpt.format.dtypes import ITEMSIZE
+from flashckpt.format.shard import read_header
+from flashckpt.load.plan import runs
+from flashckpt.persist.meta import FileInfo
+from flashckpt.persist.names import data_name, values_name
+from flashckpt.persist.plan import Contribution, TensorItem
+from flashckpt.save.values import unpack
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from flashckpt.persist.plan import PersistPlan, ValueItem
+    from flashckpt.persist.storage import Stage, Storage, Writer
+    from flashckpt.save.values import Values
+    from flashckpt.transport.throttle import Throttle
+    from flashckpt.types import ShardHeader, ShardId
+
+
+class Shard:
+    """One sealed shard, open. Owns its descriptor."""
+
+    def __init__(self, fd: int, shard: ShardId, job: str) -> None:
+        self.fd = fd
+        self.header: ShardHeader = read_header(fd, expect=shard, job=job)
+        self.values_blob = self._range(self.header.values_offset_bytes, self.header.values_length_bytes)
+        self.values: Values = unpack(self.values_blob)
+
+    @property
+    def rank(self) -> int:
+        return self.header.shard.rank
+
+    def contribution(self) -> Contribution:
+        values = self.values
+        return Contribution(
+            self.rank,
+            self.header.layout.entries,
+            tuple(fqn for fqn in values.values if fqn not in values.per_rank),
+            tuple(fqn for fqn in values.values if fqn in values.per_rank),
+        )
+
+    def read(self, item: TensorItem) -> torch.Tensor:
+        """The region, verified."""
+        entry = item.entry
+        tensor = torch.empty(item.box.sizes, dtype=getattr(torch, entry.dtype))
+        if item.box.volume:
+            sources, destinations, length = runs(item.box, entry.box, item.box, ITEMSIZE[entry.dtype])
+            pieces = np.empty((len(sources), 3), dtype=np.int64)
+            pieces[:, 0] = sources + entry.offset_bytes
+            pieces[:, 1] = destinations + tensor.data_ptr()
+            pieces[:, 2] = length
+            self._gather(pieces, f"key {entry.fqn!r}")
+        return tensor
+
+    def _range(self, offset_bytes: int, length_bytes: int) -> bytes:
+        data = np.empty(length_bytes, dtype=np.uint8)
+        if length_bytes:
+            pieces = np.array([[offset_bytes, data.ctypes.data, length_bytes]], dtype=np.int64)
+            self._gather(pieces, "its values")
+        return data.tobytes()
+
+    def _gather(self, pieces: Any, what: str) -> None:
+        header = self.header
+        bad = native.gather_read(
+            self.fd,
+            header.data_offset_bytes,
+            header.data_length_bytes,
+            header.chunk_bytes,
+            header.chunk_crcs,
+            np.ascontiguousarray(pieces).data,
+            1,
+            True,
+        )
+        if bad:
+            raise CorruptShardError(
+                f"{header.shard}: {what}: {len(bad)} chunks fail their crc32c or are cut off, first chunk {bad[0]}",
+                shard=header.shard,
+            )
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            fd, self.fd = self.fd, -1
+            os.close(fd)
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where one part of the checkpoint lies."""
+
+    key: str
+    offsets: tuple[int, ...] | None  # of the region in the tensor; None: a value
+    file: str
+    offset_bytes: int
+    length_bytes: int
+
+
+@dataclass(slots=True)
+class Written:
+    """What one node wrote."""
+
+    files: dict[str, FileInfo] = field(default_factory=dict)
+    placed: list[Placed] = field(default_factory=list)
+    values: dict[int, str] = field(default_factory=dict)
+
+
+def write_files(
+    storage: Storage,
+    stage: Stage,
+    plan: PersistPlan,
+    shards: Sequence[Shard],
+    *,
+    throttle: Throttle,
+    concurrency: int,
+    progress: Callable[[int], None],
+) -> Written:
+    """Writes what comes from these shards. All files are durable when this returns.
+
+    Where one file fails the others are not begun, and the first error is raised.
+    """
+    jobs: list[tuple[str, Shard, list[TensorItem | ValueItem]]] = []
+    parts = max(1, -(-concurrency // max(1, len(shards))))
+    for shard in shards:
+        items = [one for one in plan.tensors if one.rank == shard.rank]
+        values = [one for one in plan.values if one.rank == shard.rank]
+        for number, bucket in enumerate(_buckets(items, parts)):
+            if bucket or (number == 0 and values):
+                name = data_name(shard.rank, number, stage.suffix)
+                jobs.append((name, shard, [*bucket, *(values if number == 0 else [])]))
+    result = Written()
+    with ThreadPoolExecutor(concurrency, thread_name_prefix="flush") as pool:
+        running = [
+            pool.submit(_write_file, storage, stage, name, shard, items, throttle, progress)
+            for name, shard, items in jobs
+        ]
+        try:
+            # IMPORTANT: every result is asked for, so that no thread's error is lost.
+            for (name, _, _), one in zip(jobs, running, strict=True):
+                result.files[name], placed = one.result()
+                result.placed += placed
+        except BaseException:
+            for one in running:
+                one.cancel()
+            raise
+    for shard in shards:
+        name = values_name(shard.rank, stage.suffix)
+        with storage.open_write(f"{stage.place}/{name}") as file:
+            file.write(shard.values_blob)
+        result.files[name] = FileInfo(len(shard.values_blob), native.crc32c(shard.values_blob))
+        result.values[shard.rank] = name
+    return result
+
+
+def _write_file(
+    storage: Storage,
+    stage: Stage,
+    name: str,
+    shard: Shard,
+    items: Sequence[TensorItem | ValueItem],
+    throttle: Throttle,
+    progress: Callable[[int], None],
+) -> tuple[FileInfo, list[Placed]]:
+    placed = []
+    with storage.open_write(f"{stage.place}/{name}") as file:
+        stream = _Stream(file, throttle, progress)
+        for item in items:
+            failpoint("mid_flush")
+            start = stream.position
+            if isinstance(item, TensorItem):
+                torch.save(storable(shard.read(item)), cast("IO[bytes]", stream))
+                offsets: tuple[int, ...] | None = item.box.offsets
+            else:
+                buffer = io.BytesIO()
+                torch.save(shard.values.values[item.fqn], buffer)
+                stream.write(buffer.getbuffer())
+                offsets = None
+            placed.append(Placed(item.key, offsets, name, start, stream.position - start))
+    return FileInfo(stream.position, stream.crc32c), placed
+
+
+def storable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or its bytes where torch.save does not know its dtype (int2, say): our own reader takes them back,
+    and plain DCP reads everything else."""
+    return tensor if _torch_saves(tensor.dtype) else tensor.view(torch.uint8)
+
+
+@functools.cache
+def _torch_saves(dtype: torch.dtype) -> bool:
+    try:
+        blob = io.BytesIO()
+        torch.save(torch.empty(1, dtype=dtype), blob)
+        blob.seek(0)
+        torch.load(blob, weights_only=True)
+    except Exception:
+        return False
+    return True
+
+
+class _Stream(io.RawIOBase):
+    """What torch.save writes to: counts, checksums and throttles."""
+
+    def __init__(self, file: Writer, throttle: Throttle, progress: Callable[[int], None]) -> None:
+        super().__init__()
+        self._file = file
+        self._throttle = throttle
+        self._progress = progress
+        self.position = 0
+        self.crc32c = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any, /) -> int:
+        view = memoryview(data).cast("B")
+        self._throttle.take(len(view))
+        self._file.write(view)
+        self.crc32c = native.crc32c(view, self.crc32c)
+        self.position += len(view)
+        self._progress(len(view))
+        return len(view)
+
+
+def _buckets(items: Sequence[TensorItem], count: int) -> list[list[TensorItem]]:
+    """As equal in bytes as the largest ones allow; the order within each stays."""
+    sizes = [0] * count
+    chosen: dict[int, int] = {}
+    for index in sorted(range(len(items)), key=lambda index: -items[index].size_bytes):
+        bucket = sizes.index(min(sizes))
+        chosen[index] = bucket
+        sizes[bucket] += items[index].size_bytes
+    return [[item for index, item in enumerate(items) if chosen[index] == number] for number in range(count)]

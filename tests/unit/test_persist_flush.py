@@ -1,0 +1,236 @@
+"""Flush: what lies sealed in memory becomes a stock DCP checkpoint, bit for bit, in one moment."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+import flashckpt
+from flashckpt.errors import CorruptShardError
+from flashckpt.format.dtypes import ITEMSIZE
+from flashckpt.persist.catalog import damaged, list_steps
+from flashckpt.persist.flush import flush
+from flashckpt.persist.names import METADATA, per_rank_key
+from flashckpt.persist.spec import FlushSpec, decode_spec, encode_spec
+from flashckpt.persist.storage import open_storage
+from flashckpt.types import PersistSettings
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
+    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning"),
+]
+
+# Plain DCP in an interpreter in which nothing of flashckpt can be imported.
+PLAIN = """
+import sys, torch, warnings
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "flashckpt":
+            raise ImportError("flashckpt is not installed here")
+sys.meta_path.insert(0, Block())
+sys.path[:] = [p for p in sys.path if not __import__("os").path.isdir(p + "/flashckpt")]
+warnings.simplefilter("ignore")
+import torch.distributed.checkpoint as dcp
+"""
+
+
+def plain(code, *arguments):
+    """Runs in a directory without our sources, and returns what the code puts into the file it is given."""
+    result = subprocess.run(
+        [sys.executable, "-I", "-c", PLAIN + code, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd="/",
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def spec_of(memory_dir, persist_dir, handle, **settings):
+    return FlushSpec(
+        job="job",
+        memory_dir=memory_dir,
+        node_id="node",
+        generation=handle.generation,
+        world=1,
+        writers=(("node", (0,)),),
+        coordinates=True,
+        attempt=f"{handle.step:016x}",
+        reason="test",
+        settings=PersistSettings(str(persist_dir), **settings),
+    )
+
+
+@pytest.fixture
+def checkpointer(memory_dir):
+    with flashckpt.Checkpointer(flashckpt.CheckpointConfig(job="job", memory_dir=memory_dir)) as made:
+        yield made
+
+
+def every_dtype():
+    """One tensor of each dtype that plain DCP can save and load, with all bytes different."""
+    tensors = {}
+    for name, itemsize in ITEMSIZE.items():
+        data = torch.arange(6 * itemsize, dtype=torch.uint8)
+        if name == "bool":
+            data = data % 2
+        tensors[name] = data.view(getattr(torch, name))
+    return tensors
+
+
+def bits(tensor):
+    return tensor.contiguous().view(-1).view(torch.uint8) if tensor.dim() else tensor.reshape(1).view(torch.uint8)
+
+
+def test_a_flushed_step_is_a_stock_dcp_checkpoint(checkpointer, memory_dir, tmp_path):
+    weight = torch.randn(7, 5)
+    state = {
+        "model": {"weight": weight, "tied": weight, "scalar": torch.tensor(2.5), "empty": torch.empty(0, 3)},
+        "view": torch.arange(24.0).reshape(4, 6).t()[1:4],
+        "list": [torch.ones(2), {"a": torch.zeros(1)}],
+        "lr": 0.1,
+        "names": ["a", "b"],
+        "own": flashckpt.PerRank({"seed": 7, "noise": torch.arange(3)}),
+    }
+    handle = checkpointer.save(3, state, extra={"run": "x", "n": 2})
+    told = flush(spec_of(memory_dir, tmp_path / "out", handle))
+    assert told["files"] == 4  # two data files, the values, the index
+    step = tmp_path / "out" / "step-3"
+    assert os.readlink(tmp_path / "out" / "latest") == "step-3"
+    assert (tmp_path / "out" / "latest" / METADATA).is_file()
+    torch.save(state | {"own": None}, tmp_path / "expected.pt")
+    plain(
+        """
+where, expected_at = sys.argv[1:]
+expected = torch.load(expected_at, weights_only=False)
+got = {
+    "model": {k: torch.full_like(v, -1) for k, v in expected["model"].items()},
+    "view": torch.zeros(3, 4),
+    "list": [torch.zeros(2), {"a": torch.ones(1)}],
+    "lr": None, "names": None,
+    "__rank__": {"0": {"own": {"seed": None, "noise": torch.zeros(3, dtype=torch.int64)}}},
+}
+dcp.load(got, checkpoint_id=where, no_dist=True)
+for key, value in expected["model"].items():
+    assert torch.equal(got["model"][key], value), key
+assert torch.equal(got["view"], expected["view"])
+assert torch.equal(got["list"][0], expected["list"][0]) and torch.equal(got["list"][1]["a"], expected["list"][1]["a"])
+assert got["lr"] == 0.1 and got["names"] == ["a", "b"]
+assert got["__rank__"]["0"]["own"]["seed"] == 7
+assert torch.equal(got["__rank__"]["0"]["own"]["noise"], torch.arange(3))
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+dcp_to_torch_save(where, expected_at)
+""",
+        step,
+        tmp_path / "expected.pt",
+    )
+    # torch's own converter builds the nested dict from the paths in the index.
+    nested = torch.load(tmp_path / "expected.pt", weights_only=True)
+    assert torch.equal(nested["model"]["tied"], weight)
+    assert torch.equal(nested["list"][1]["a"], torch.zeros(1))
+    assert nested["__rank__"]["0"]["own"]["seed"] == 7
+    meta = json.loads((step / "meta.json").read_text())
+    assert (meta["job"], meta["step"], meta["world"]) == ("job", 3, 1)
+    assert meta["extra"] == {"run": "x", "n": 2}
+    assert {name: one["size_bytes"] for name, one in meta["files"].items()} == {
+        name: (step / name).stat().st_size for name in os.listdir(step) if name != "meta.json"
+    }
+    (listed,) = list_steps(open_storage(str(tmp_path / "out")))
+    assert (listed.step, listed.problem, listed.generation) == (3, "", handle.generation)
+    assert damaged(open_storage(str(tmp_path / "out")), listed) == []
+
+
+def test_every_dtype_comes_back_through_plain_dcp(checkpointer, memory_dir, tmp_path):
+    tensors = every_dtype()
+    handle = checkpointer.save(1, tensors)
+    flush(spec_of(memory_dir, tmp_path, handle))
+    reference = tmp_path / "reference"
+    # What DCP itself can't bring back is not ours to answer for; everything else has to come back.
+    able = []
+    for name, tensor in tensors.items():
+        try:
+            dcp.save({name: tensor}, checkpoint_id=reference / name, no_dist=True)
+            dcp.load({name: torch.zeros_like(tensor)}, checkpoint_id=reference / name, no_dist=True)
+        except (Exception, CheckpointException):
+            continue
+        able.append(name)
+    assert {"float32", "bfloat16", "float8_e4m3fn", "complex64", "bool", "int8", "uint16"} <= set(able)
+    got = {name: torch.zeros_like(tensors[name]) for name in able}
+    dcp.load(got, checkpoint_id=tmp_path / "step-1", no_dist=True)
+    for name in able:
+        assert torch.equal(bits(got[name]), bits(tensors[name])), name
+
+
+def test_large_tensors_are_cut_and_spread_over_files(checkpointer, memory_dir, tmp_path, monkeypatch):
+    from flashckpt.persist import flush as module
+    from flashckpt.persist import plan as plans
+
+    monkeypatch.setattr(module, "plan", lambda contributions: plans.plan(contributions, piece_bytes=256))
+    state = {"a": torch.randn(40, 16), "b": torch.randn(100), "row": torch.randn(1, 1000)}
+    handle = checkpointer.save(5, state)
+    flush(spec_of(memory_dir, tmp_path, handle, concurrency=3))
+    assert len(list((tmp_path / "step-5").glob("*.distcp"))) == 3
+    got = {key: torch.zeros_like(value) for key, value in state.items()}
+    dcp.load(got, checkpoint_id=tmp_path / "step-5", no_dist=True)
+    assert all(torch.equal(got[key], state[key]) for key in state)
+    # A slice of what was cut is put together from the right parts.
+    part = {"a": torch.zeros(40, 16)}
+    dcp.load(part, checkpoint_id=tmp_path / "step-5", no_dist=True)
+    assert torch.equal(part["a"], state["a"])
+
+
+def test_rot_is_never_written(checkpointer, memory_dir, tmp_path):
+    handle = checkpointer.save(1, {"a": torch.randn(1000)})
+    flush(spec_of(memory_dir, tmp_path, handle))
+    second = checkpointer.save(2, {"a": torch.randn(1000)})
+    shards = [os.path.join(root, name) for root, _, names in os.walk(memory_dir) for name in names]
+    shard = max((path for path in shards if "/sealed/" in path), key=os.path.getmtime)
+    from flashckpt.format.shard import read_header
+
+    fd = os.open(shard, os.O_RDWR)
+    header = read_header(fd)
+    assert header.shard.generation == second.generation
+    entry = header.layout.entries[0]
+    os.pwrite(fd, b"\xff" * 8, header.data_offset_bytes + entry.offset_bytes + 16)
+    os.close(fd)
+    with pytest.raises(CorruptShardError, match="crc32c"):
+        flush(spec_of(memory_dir, tmp_path, second))
+    assert not (tmp_path / "step-2").exists()
+    assert os.readlink(tmp_path / "latest") == "step-1"
+
+
+def test_a_step_that_is_written_once_more_replaces_the_old_one(checkpointer, memory_dir, tmp_path):
+    first = checkpointer.save(4, {"a": torch.zeros(3)})
+    flush(spec_of(memory_dir, tmp_path, first))
+    checkpointer.start_fresh()
+    second = checkpointer.save(4, {"a": torch.ones(3)})
+    spec = spec_of(memory_dir, tmp_path, second)
+    flush(decode_spec(encode_spec(spec)))
+    got = {"a": torch.zeros(3)}
+    dcp.load(got, checkpoint_id=tmp_path / "latest", no_dist=True)
+    assert torch.equal(got["a"], torch.ones(3))
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step-4"]
+
+
+def test_leftovers_of_dead_flushes_go_and_retention_keeps_its_promises(checkpointer, memory_dir, tmp_path):
+    (tmp_path / "step-1.tmp-00000000000000aa").mkdir()
+    (tmp_path / "step-0.deleting-00000000000000ab").mkdir()
+    (tmp_path / "notes").mkdir()
+    for step in (1, 2, 3, 4, 5):
+        handle = checkpointer.save(step, {"a": torch.full((2,), float(step))})
+        flush(spec_of(memory_dir, tmp_path, handle, keep_latest_k=2, keep_every=2))
+    assert sorted(os.listdir(tmp_path)) == ["latest", "notes", "step-2", "step-3", "step-4", "step-5"]
+    assert os.readlink(tmp_path / "latest") == "step-5"
+
+
+def test_per_rank_keys():
+    assert per_rank_key(3, "rng.cpu") == "__rank__.3.rng.cpu"
