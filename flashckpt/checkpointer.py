@@ -1,4 +1,4 @@
-"""Checkpointer: save any state dict to this node's memory and load it back. Reads as the list of its stages."""
+"""Checkpointer: save any state dict to the memory of the cluster and load it back. Reads as the list of its stages."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ from flashckpt.errors import (
 )
 from flashckpt.group import PrivateGroup
 from flashckpt.launch import agree_launch, agree_topology
-from flashckpt.load.recover import Recovery, Request, find_candidates
+from flashckpt.load.ground import Ground
+from flashckpt.load.memory import OwnMemory
+from flashckpt.load.recover import Recovery, Request
 from flashckpt.save.handle import SaveHandle
 from flashckpt.save.overlap import Overlap
 from flashckpt.save.plan import Planner, SavePlan
@@ -50,9 +52,10 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
+    from flashckpt.load.memory import NodeMemory
     from flashckpt.load.result import LoadResult
     from flashckpt.save.slots import Slots
-    from flashckpt.store.slots import Sealed, StoreStatus
+    from flashckpt.store.slots import StoreStatus
     from flashckpt.topology import Topology
 
 log = logging.getLogger(__name__)
@@ -120,7 +123,7 @@ class Checkpointer:
             self._topology = agree_topology(self._group, self._settings, self._store.directory_id)
             self._threads = self.config.threads or default_threads(len(self._topology.node_ranks))
             launch = agree_launch(self._group, self._highest_epoch())
-            self._slots = self._open_slots(launch)
+            self._slots, self._memory = self._open_slots(launch)
             undo.pop_all()
         self._writer = ShardWriter(self._store, self._slots, self._settings.job, self.config, self._threads)
         self._planner = Planner(self._topology)
@@ -130,7 +133,7 @@ class Checkpointer:
         self._overlap = Overlap()
         self._anchored = False  # what this launch saves is known to follow what is there
 
-    def _open_slots(self, launch: Launch) -> Slots:
+    def _open_slots(self, launch: Launch) -> tuple[Slots, NodeMemory]:
         if self._settings.uses_agent:
             # Here: whoever does without an agent does without gRPC.
             from flashckpt.rpc.settings import prepare_trainer
@@ -142,7 +145,8 @@ class Checkpointer:
         reclaimed = self._store.reclaim()
         if reclaimed.files:
             log.info("reclaimed %d slots (%d bytes) of processes that are gone", reclaimed.files, reclaimed.bytes)
-        return OwnSlots(self._store, launch, self.config)
+        memory = OwnMemory(self._store, self._settings.job, self._settings.node_id)
+        return OwnSlots(self._store, launch, self.config), memory
 
     # --- save -----------------------------------------------------------------------------------------------
 
@@ -270,7 +274,7 @@ class Checkpointer:
             began = time.perf_counter()
             if not read_only:
                 self._renew_launch()
-            recovery = Recovery(self._store, self._group, self._topology, self._settings.job)
+            recovery = Recovery(self.ground())
             inventory = recovery.take_inventory()
             inventoried = time.perf_counter()
             choice = recovery.candidates(inventory, step)
@@ -283,7 +287,7 @@ class Checkpointer:
                 threads=self._threads,
             )
             try:
-                result = recovery.load(choice, state_dict, request)
+                result = recovery.load(inventory, choice, state_dict, request)
             except UnusableError:
                 if not allow_fresh:
                     raise
@@ -329,14 +333,30 @@ class Checkpointer:
             self._counts[Outcome.OK.value] += 1
             return generation
 
-    def candidates_for_dcp(self, step: int | None) -> list[tuple[Generation, list[Sealed]]]:
-        """Generations to try, newest first, with their shards. Local: every rank finds the same ones.
+    @property
+    def is_on_one_node(self) -> bool:
+        return len(self._topology.nodes) == 1
 
-        It waits for ranks that are still sealing what this one has sealed; else a quick rank would miss it.
-        """
+    def ground(self, *, alone: bool = False) -> Ground:
+        """What a load stands on; `alone`: without the other ranks, from this node's memory."""
+        self._check_enabled()
+        # Less than the group waits: what goes wrong is told by whoever knows it, not found out by a silence.
+        timeout = 0.9 * self.config.start_timeout
+        options: dict[str, Any] = {"job": self._settings.job, "verify": self.config.verify, "timeout": timeout}
+        if alone:
+            return Ground.alone(self._topology, self._store, self._memory, **options)
+        return Ground.together(self._topology, self._group, self._store, self._memory, **options)
+
+    def settle_for_dcp(self) -> None:
+        """Waits for ranks of this node that are still sealing what this one has sealed: a quick rank would miss it."""
         self._check_enabled()
         self._writer.wait_until_settled(self._topology.node_ranks)
-        return find_candidates(self._store, step)
+
+    def take_over_for_dcp(self) -> Launch:
+        """As load() does before it looks at anything. Collective."""
+        self._check_enabled()
+        self._renew_launch()
+        return self._writer.launch
 
     def loaded_by_dcp(self, generation: Generation, launch: Launch | None) -> None:
         """DCP filled the tensors; `launch` is the one that all ranks agreed to go on with, None if only some load."""

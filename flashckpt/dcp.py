@@ -30,7 +30,6 @@ from flashckpt.checkpointer import DcpOrigin, default_threads
 from flashckpt.errors import (
     ConfigError,
     CorruptShardError,
-    FlashError,
     IncompatibleError,
     InternalError,
     StructureError,
@@ -38,9 +37,10 @@ from flashckpt.errors import (
 )
 from flashckpt.format.layout import encode_layout, fingerprint
 from flashckpt.launch import next_launch
-from flashckpt.load.attempt import Attempt
+from flashckpt.load.agree import StepBackError, agree
 from flashckpt.load.plan import Transfer, Want
 from flashckpt.load.read import Target, read
+from flashckpt.load.recover import Recovery
 from flashckpt.save.plan import SavePlan, Source, aligned
 from flashckpt.save.slots import OwnSlots
 from flashckpt.save.values import pack
@@ -54,8 +54,12 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan as DcpSavePlan
 
     from flashckpt.checkpointer import Checkpointer
+    from flashckpt.load.attempt import Attempt
     from flashckpt.load.cover import Piece
+    from flashckpt.load.ground import Ground
+    from flashckpt.load.plan import Reader
     from flashckpt.save.slots import Slots
+    from flashckpt.types import Launch
 
 log = logging.getLogger(__name__)
 
@@ -272,6 +276,8 @@ class FlashReader(StorageReader):
         self._step = step
         self._checkpoint_id: str | None = None
         self._attempt: Attempt | None = None
+        self._ground: Ground
+        self._launch: Launch | None = None  # taken over before anything was looked at
         self._rank = 0
 
     @property
@@ -292,27 +298,19 @@ class FlashReader(StorageReader):
                 raise _no_step(self._checkpoint_id, "FlashReader")
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Chooses a generation from this node's memory and describes it in DCP's words.
+        """Chooses a generation and describes it in DCP's words.
 
-        Ranks choose by themselves, from the same directory; the coordinator then refuses to go on if they differ.
+        On one node ranks choose by themselves, from the same directory, and the coordinator refuses to go on if they
+        differ. On several nodes no rank sees everything: they choose together, so that all of them have to load.
         """
         self._close()
         checkpointer = self._checkpointer
-        problems = []
-        for generation, sealed in checkpointer.candidates_for_dcp(self._step):
-            attempt = Attempt(checkpointer.store, generation, sealed, checkpointer.job)
-            try:
-                attempt.open()
-                metadata = _metadata(attempt, checkpointer.topology.rank)
-            except FlashError as error:
-                attempt.close()
-                problems.append(f"{generation}: {error.message}")
-                continue
-            self._attempt = attempt
-            return metadata
-        where = f" of step {self._step}" if self._step is not None else ""
-        listed = "".join(f"\n  - {problem}" for problem in problems)
-        raise UnusableError(f"job {checkpointer.job!r}: no usable generation{where} in memory{listed}")
+        checkpointer.settle_for_dcp()
+        alone = checkpointer.is_on_one_node
+        self._launch = None if alone or self._read_only else checkpointer.take_over_for_dcp()
+        self._ground = checkpointer.ground(alone=alone)
+        self._attempt = Recovery(self._ground).find(self._step)
+        return _metadata(self._attempt)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._rank = kwargs.get("rank", self._checkpointer.topology.rank)
@@ -327,43 +325,48 @@ class FlashReader(StorageReader):
                 f"ranks chose different generations: {sorted(map(str, (Generation(*one) for one in chosen)))}",
                 hint="a save was under way; load again, or name the step",
             )
-        launch = None
-        if len(plans) == self._checkpointer.topology.world and not self._read_only:
+        launch = self._launch
+        if launch is None and len(plans) == self._checkpointer.topology.world and not self._read_only:
             # All ranks load: what they save from now on follows this generation.
             launch = next_launch(self._checkpointer.store.highest_epoch())
         return [replace(plan, storage_data=launch) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        attempt, checkpointer = self._opened(), self._checkpointer
-        stored = {
-            (key[0], piece.entry.box.offsets): piece
-            for key, pieces in attempt.stored.items()
-            if key[1] in (None, checkpointer.topology.rank)
-            for piece in pieces
-        }
-        targets: list[Target] = []
-        transfers: list[Transfer] = []
+        attempt, ground, checkpointer = self._opened(), self._ground, self._checkpointer
         tensors = [item for item in plan.items if item.type == LoadItemType.TENSOR]
-        try:
+        resolved: list[torch.Tensor] = []
+        transfers: list[Transfer] = []
+        targets: list[Target] = []
+
+        def prepare() -> bytes:
             for item in plan.items:
                 if item.type == LoadItemType.BYTE_IO:
-                    _, value = attempt.value(item.storage_index.fqn, self._rank, checkpointer.config.verify)
+                    _, value = attempt.catalogue.value(item.storage_index.fqn, self._rank)
                     planner.load_bytes(item, _to_stream(value))
-            resolved = [planner.resolve_tensor(item) for item in tensors]
-            for item, tensor in zip(tensors, resolved, strict=True):
-                transfer, target = _transfer(item, tensor, stored, len(targets))
+            stored = _pieces(attempt)
+            for item in tensors:
+                resolved.append(planner.resolve_tensor(item))
+                transfer, target = _transfer(item, resolved[-1], stored, attempt.reader, len(targets))
                 transfers.append(transfer)
                 targets.append(target)
-            read(
-                transfers,
-                attempt.shards,
-                targets,
-                threads=checkpointer.threads,
-                verify=checkpointer.config.verify,
-            )
-        except CorruptShardError as error:
-            attempt.quarantine(error.shard_index, error.message)
-            raise
+            return attempt.needs(transfers)
+
+        def fill() -> bytes:
+            try:
+                read(transfers, attempt.shards, targets, threads=checkpointer.threads, verify=ground.verify)
+            except CorruptShardError as error:
+                attempt.quarantine(error.shard_index, error.message)
+                raise
+            return b""
+
+        try:
+            needs = agree(ground.group, ground.node, "preparing to load", prepare)
+            attempt.fetch(transfers, needs)
+            agree(ground.group, ground.node, "reading", fill)
+        except StepBackError as error:
+            # DCP has planned for this generation and can't go on to another one.
+            cause = error.__cause__
+            raise cause if isinstance(cause, CorruptShardError) else UnusableError(error.message) from error
         for item, tensor in zip(tensors, resolved, strict=True):
             planner.commit_tensor(item, tensor)
         checkpointer.loaded_by_dcp(attempt.generation, plan.storage_data)
@@ -387,11 +390,12 @@ class FlashReader(StorageReader):
             self._attempt = None
 
 
-def _metadata(attempt: Attempt, rank: int) -> Metadata:
+def _metadata(attempt: Attempt) -> Metadata:
     described: dict[str, Any] = {}
     paths: dict[str, tuple[str | int, ...]] = {}
-    for (fqn, owner), pieces in attempt.stored.items():
-        if owner not in (None, rank):
+    rank = attempt.reader.rank
+    for (fqn, layout), pieces in attempt.stored.items():
+        if layout not in (None, attempt.reader.layout):
             continue
         entry = pieces[0].entry
         boxes = {piece.entry.box: None for piece in pieces}
@@ -401,22 +405,42 @@ def _metadata(attempt: Attempt, rank: int) -> Metadata:
             chunks=[ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes],
         )
         paths[fqn] = entry.path
-    for number in range(len(attempt.shards)):
-        values = attempt.values(number, verify=True)
+    saved = attempt.catalogue.distinct_values()
+    own = attempt.catalogue.values(rank) if rank < attempt.world else None
+    for values in (*(values for _, values in saved), *((own,) if own else ())):
         for fqn in values.values:
-            if number == rank or fqn not in values.per_rank:
+            if values is own or fqn not in values.per_rank:
                 described.setdefault(fqn, BytesStorageMetadata())
                 paths.setdefault(fqn, values.path(fqn))
     storage = {MetadataIndex(fqn): None for fqn in described}
     return Metadata(state_dict_metadata=described, planner_data=paths, storage_data=storage)
 
 
+def _pieces(attempt: Attempt) -> dict[tuple[str, tuple[int, ...]], Piece]:
+    """What DCP's storage index names: the nearest stored region of that key at those offsets."""
+    reader = attempt.reader
+    found: dict[tuple[str, tuple[int, ...]], Piece] = {}
+    for (fqn, layout), pieces in attempt.stored.items():
+        if layout not in (None, reader.layout):
+            continue
+        for piece in pieces:
+            key = (fqn, piece.entry.box.offsets)
+            if key not in found or reader.pick(piece.ranks)[0] < reader.pick(found[key].ranks)[0]:
+                found[key] = piece
+    return found
+
+
 def _transfer(
-    item: ReadItem, tensor: torch.Tensor, stored: dict[tuple[str, tuple[int, ...]], Piece], number: int
+    item: ReadItem,
+    tensor: torch.Tensor,
+    stored: dict[tuple[str, tuple[int, ...]], Piece],
+    reader: Reader,
+    number: int,
 ) -> tuple[Transfer, Target]:
     fqn, chunk = item.storage_index.fqn, tuple(item.storage_index.offset or ())
     piece = stored[(fqn, chunk)]
     overlap = Box(tuple(a + b for a, b in zip(chunk, item.storage_offsets, strict=True)), tuple(item.lengths))
     dtype = str(tensor.dtype).removeprefix("torch.")
     want = Want(fqn, False, dtype, piece.entry.global_shape, overlap, number)
-    return Transfer(piece.shard, piece.entry, want, overlap), Target(tensor.detach(), overlap)
+    _, rank = reader.pick(piece.ranks)
+    return Transfer(rank, piece.entry, want, overlap), Target(tensor.detach(), overlap)

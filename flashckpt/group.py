@@ -52,6 +52,14 @@ class PrivateGroup:
                 ),
             )
 
+    @classmethod
+    def alone(cls) -> PrivateGroup:
+        """Of this process only, whatever torch.distributed knows of others."""
+        group = cls.__new__(cls)
+        group._timeout, group._group = 0.0, None
+        group.rank, group.world, group.global_ranks, group.spans_the_world = 0, 1, (0,), False
+        return group
+
     def gather(self, payload: bytes, doing: str) -> list[bytes]:
         """Every rank's payload, in rank order. Collective.
 

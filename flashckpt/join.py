@@ -16,6 +16,7 @@ from flashckpt.agent.link import AgentLink
 from flashckpt.agent.process import SOCKET_NAME
 from flashckpt.agent.start import ensure_agent, options_of
 from flashckpt.errors import ConfigError, OtherRankError
+from flashckpt.load.agent_memory import AgentMemory
 from flashckpt.placement import place
 from flashckpt.save.agent_slots import AgentSlots
 from flashckpt.types import Member, Session
@@ -31,7 +32,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def join(group: PrivateGroup, settings: Settings, topology: Topology, store: SlotStore, launch: Launch) -> AgentSlots:
+def join(
+    group: PrivateGroup, settings: Settings, topology: Topology, store: SlotStore, launch: Launch
+) -> tuple[AgentSlots, AgentMemory]:
     """Connects this rank with its node's agent, and the agents with each other. Collective."""
     timeout = settings.config.start_timeout
     options = options_of(settings)
@@ -49,7 +52,7 @@ def join(group: PrivateGroup, settings: Settings, topology: Topology, store: Slo
         for one in links:
             one.close()
         raise
-    return AgentSlots(store, link, session, bundle, settings.config)
+    return AgentSlots(store, link, session, bundle, settings.config), AgentMemory(link, store)
 
 
 def rejoin(settings: Settings, topology: Topology, store: SlotStore, session: Session) -> AgentSlots:

@@ -43,7 +43,7 @@ class AgentLink:
     ) -> None:
         self.on_progress: Callable[[Progress], None] = lambda progress: None
         self._socket_path = socket_path
-        self._job = job
+        self.job = job
         self._rank = rank
         self._start = start
         self._lock = threading.Lock()  # protects the lease: one thread renews it, the others wait
@@ -156,7 +156,7 @@ class AgentLink:
             self._lock.release()
 
     def _hello(self, client: AgentClient) -> Lease:
-        return client.hello(Owner.current(), self._rank, VERSION, self._job)
+        return client.hello(Owner.current(), self._rank, VERSION, self.job)
 
     def _watch(self) -> None:
         pause = _FIRST_PAUSE

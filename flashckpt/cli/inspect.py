@@ -17,7 +17,7 @@ from flashckpt.errors import CorruptShardError, FlashError
 from flashckpt.format.refuse import shorten
 from flashckpt.format.shard import read_header
 from flashckpt.format.values import Blob, decode_values
-from flashckpt.load.cover import index, uncovered
+from flashckpt.load.cover import index_headers, uncovered
 
 if TYPE_CHECKING:
     from flashckpt.cli.memory import GenerationView
@@ -44,9 +44,9 @@ def command(
     with open_store(directory, name) as store:
         found = pick(view(store, name), step)
         headers, packed = _read(store, found, name, values)
-    stored = index(headers)
+    stored = index_headers(headers)
     problems = uncovered(stored)
-    listed = [_tensor(key, pieces, headers) for key, pieces in stored.items() if fnmatchcase(key[0], tensors)]
+    listed = [_tensor(key[0], pieces) for key, pieces in stored.items() if fnmatchcase(key[0], tensors)]
     shown = [one for rank, decoded in packed.items() for one in _values(rank, decoded)]
     if as_json:
         content = {
@@ -117,11 +117,11 @@ def _verified_values(fd: int, header: ShardHeader) -> bytes:
     return data[start - first * chunk :][:length]
 
 
-def _tensor(key: tuple[str, int | None], pieces: list[Piece], headers: list[ShardHeader]) -> dict[str, Any]:
+def _tensor(fqn: str, pieces: list[Piece]) -> dict[str, Any]:
     entry = pieces[0].entry
     regions = [
         {
-            "rank": headers[piece.shard].shard.rank,
+            "rank": piece.ranks[0],
             "offsets": list(piece.entry.box.offsets),
             "sizes": list(piece.entry.box.sizes),
             "size_bytes": piece.entry.length_bytes,
@@ -129,8 +129,8 @@ def _tensor(key: tuple[str, int | None], pieces: list[Piece], headers: list[Shar
         for piece in pieces
     ]
     return {
-        "key": key[0],
-        "rank": key[1],
+        "key": fqn,
+        "rank": pieces[0].ranks[0] if entry.per_rank else None,
         "dtype": entry.dtype,
         "global_shape": list(entry.global_shape),
         "size_bytes": sum(piece.entry.length_bytes for piece in pieces),

@@ -17,7 +17,7 @@ from flashckpt.cli.options import where
 from flashckpt.cli.output import format_bytes, note, print_json, print_table
 from flashckpt.errors import FlashError, NotFoundError
 from flashckpt.format.shard import read_header
-from flashckpt.load.cover import index, uncovered
+from flashckpt.load.cover import index_headers, uncovered
 
 if TYPE_CHECKING:
     from flashckpt.cli.memory import GenerationView, Shard
@@ -102,7 +102,7 @@ def _verify_generation(store: SlotStore, job: str, found: GenerationView, thread
     if found.state == "complete" and len(headers) == found.world:
         verdicts += [
             Verdict(job, found.generation.step, str(found.generation), None, 0, False, "FC-LOAD-004", problem_text)
-            for problem_text in uncovered(index(headers))
+            for problem_text in uncovered(index_headers(headers))
         ]
     return verdicts
 

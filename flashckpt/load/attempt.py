@@ -1,40 +1,47 @@
-"""One attempt at one generation: its shards opened, compared with their names and proved to cover; its values."""
+"""One attempt at one generation: its shards described, proved to cover, fetched where they lie elsewhere, opened."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
-from typing import TYPE_CHECKING, Any
+import time
+from typing import TYPE_CHECKING
 
-from flashckpt.errors import CorruptShardError, FlashError
-from flashckpt.format.shard import read_header
+from flashckpt.errors import CorruptShardError, IncompatibleError, NotFoundError
+from flashckpt.failpoints import failpoint
+from flashckpt.format.shard import read_envelope
+from flashckpt.load import catalogue as catalogues
+from flashckpt.load.agree import StepBackError, agree
+from flashckpt.load.catalogue import Catalogue
 from flashckpt.load.cover import Index, index, uncovered
-from flashckpt.load.read import OpenShard, read_range
-from flashckpt.save.values import Values, unpack
+from flashckpt.load.plan import Reader
+from flashckpt.load.progress import Progress
+from flashckpt.load.read import OpenShard
+from flashckpt.load.sources import decode_needs, encode_needs, needs_of, plan_retrievals, union
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-    from flashckpt.store.slots import Sealed, SlotStore
-    from flashckpt.types import Generation
-
-
-class UncoveredError(FlashError):
-    """The shards of a generation do not hold every element. Internal: leads to the next generation."""
-
-    code = "FC-LOAD-004"
+    from flashckpt.load.ground import Ground
+    from flashckpt.load.inventory import Copy
+    from flashckpt.load.plan import Transfer
+    from flashckpt.types import Generation, Retrieval
 
 
 class Attempt:
-    """The shards of one complete generation, open and parsed. A context manager: closes descriptors."""
+    """A context manager: descriptors and fetched files last as long as it does. Its stages are collective."""
 
-    def __init__(self, store: SlotStore, generation: Generation, sealed: Sequence[Sealed], job: str) -> None:
-        self._store = store
+    def __init__(self, ground: Ground, generation: Generation, shards: Mapping[int, Copy]) -> None:
+        self._ground = ground
         self.generation = generation
-        self._sealed = sorted(sealed, key=lambda one: one.shard.rank)
-        self._job = job
-        self.shards: list[OpenShard] = []
+        self._copies = shards
+        self.catalogue: Catalogue
         self.stored: Index = {}
-        self._values: dict[int, Values] = {}
+        self.shards: dict[int, OpenShard] = {}  # by rank: those that this rank reads
+        self.fetched: frozenset[int] = frozenset()  # ranks whose shards came from other nodes, for this rank
+        self.retrieve_seconds = 0.0
+        self._open = contextlib.ExitStack()
 
     def __enter__(self) -> Attempt:
         return self
@@ -43,67 +50,139 @@ class Attempt:
         self.close()
 
     def close(self) -> None:
-        for shard in self.shards:
-            os.close(shard.fd)
+        self._open.close()
         self.shards.clear()
 
     @property
     def world(self) -> int:
-        return self._sealed[0].shard.world
+        return next(iter(self._copies.values())).shard.world
 
-    def open(self) -> None:
-        """Opens every shard, checks its header against its name, and proves coverage by volume."""
-        here = {sealed.shard.rank for sealed in self._sealed}
-        elsewhere = [rank for rank in range(self.world) if rank not in here] if here else []
-        if elsewhere or not here:
-            raise UncoveredError(
-                f"{self.generation}: this node has no shard of ranks {elsewhere or 'of the generation'}; "
-                "fetching them from other nodes is planned"
-            )
-        for number, sealed in enumerate(self._sealed):
-            fd = self._store.open_shard(sealed)
-            try:
-                header = read_header(fd, expect=sealed.shard, job=self._job)
-            except FlashError as error:
-                os.close(fd)
-                error.fields["shard_index"] = number
-                raise
-            self.shards.append(OpenShard(fd, header))
-        self.stored = index([shard.header for shard in self.shards])
-        problems = uncovered(self.stored)
+    @property
+    def near(self) -> frozenset[int]:
+        """Ranks whose shards lie on this node."""
+        node = self._ground.node
+        return frozenset(rank for rank, copy in self._copies.items() if node in copy.nodes)
+
+    @property
+    def reader(self) -> Reader:
+        rank = self._ground.rank
+        return Reader(rank, self.catalogue.layout_of(rank) if rank < self.world else None, tuple(sorted(self.near)))
+
+    # --- describe -------------------------------------------------------------------------------------------
+
+    def describe(self) -> None:
+        """Each shard's head is read by one node that holds it, and all learn what it says. Collective.
+
+        Proves coverage by volume. Raises StepBackError, on all ranks alike, where the generation can't be used.
+        """
+        ground = self._ground
+        tellers = {rank: copy.nodes[rank % len(copy.nodes)] for rank, copy in self._copies.items()}
+
+        def tell() -> bytes:
+            if not ground.is_leader:
+                return b""
+            asked = [copy for rank, copy in self._copies.items() if tellers[rank] == ground.node]
+            return catalogues.encode(catalogues.describe(ground.store, ground.job, asked, ground.verify))
+
+        answers = agree(ground.group, ground.node, f"describing {self.generation}", tell)
+        failpoint("after_describe")
+        described = [catalogues.decode(answer) for answer in answers if answer]
+        problems = {rank: problem for one in described for rank, problem in one.problems.items()}
         if problems:
-            raise UncoveredError(f"{self.generation}: {'; '.join(problems[:4])}")
+            nodes = [place.node_id for place in ground.places]
+            told = [f"rank {rank}'s on {nodes[tellers[rank]]}: {problem}" for rank, problem in problems.items()]
+            raise StepBackError(
+                f"copies are damaged: {'; '.join(told[:4])}", bad=frozenset((tellers[rank], rank) for rank in problems)
+            )
+        try:
+            self.catalogue = Catalogue(self.generation, self.world, described)
+        except (CorruptShardError, IncompatibleError) as error:
+            raise StepBackError(error.message) from error
+        self.stored = index(self.catalogue.layouts, self.catalogue.ranks)
+        problem = uncovered(self.stored)
+        if problem:
+            raise StepBackError("; ".join(problem[:4]))
 
-    def quarantine(self, number: int, reason: str) -> None:
-        self._store.quarantine(self._sealed[number], reason)
+    # --- fetch ----------------------------------------------------------------------------------------------
 
-    def values(self, number: int, verify: bool) -> Values:
-        """The non-tensor values that one rank saved."""
-        if number not in self._values:
-            shard = self.shards[number]
-            header = shard.header
-            blob = read_range(shard, number, header.values_offset_bytes, header.values_length_bytes, verify)
-            try:
-                self._values[number] = unpack(blob)
-            except CorruptShardError as error:
-                error.fields["shard_index"] = number
-                raise
-        return self._values[number]
+    def needs(self, transfers: Sequence[Transfer]) -> bytes:
+        """What this rank has to read and its node does not have, for the others to know."""
+        return encode_needs(needs_of(transfers, self.catalogue, self.near))
 
-    def saved_keys(self, rank: int, verify: bool) -> set[str]:
-        """Every key that this rank could ask for."""
-        keys = {fqn for fqn, owner in self.stored if owner in (None, rank)}
-        for number in range(len(self.shards)):
-            saved = self.values(number, verify)
-            keys.update(fqn for fqn in saved.values if number == rank or fqn not in saved.per_rank)
-        return keys
+    def fetch(self, transfers: Sequence[Transfer], needs: Sequence[bytes]) -> None:
+        """Brings what this node lacks, verified, and opens what this rank reads. Collective.
 
-    def value(self, fqn: str, rank: int, verify: bool) -> tuple[bool, Any]:
-        """(found, value): what this rank saved under the key, else what the lowest rank that has it saved."""
-        order = [rank] if rank < len(self.shards) else []
-        order += [number for number in range(len(self.shards)) if number != rank]
-        for number in order:
-            saved = self.values(number, verify)
-            if fqn in saved.values and (number == rank or fqn not in saved.per_rank):
-                return True, saved.values[fqn]
-        return False, None
+        `needs` are those of all ranks. StepBackError where something can't be had.
+        """
+        began = time.perf_counter()
+        ground = self._ground
+        retrievals = self._plan(needs)
+        names: dict[int, str] = {}
+
+        def fetch() -> bytes:
+            mine = retrievals.get(ground.node, ())
+            if not ground.is_leader or not mine:
+                return b"{}"
+            return json.dumps(self._retrieve(mine)).encode()
+
+        if retrievals:
+            failpoint("before_fetch")
+            answers = agree(ground.group, ground.node, f"fetching {self.generation}", fetch)
+            failpoint("after_fetch")
+            told = json.loads(answers[ground.members[ground.node][0]])
+            names = {int(rank): name for rank, name in told.items()}
+        self.fetched = frozenset({transfer.shard for transfer in transfers} - self.near)
+        # A shard that vanished or was recycled since is another copy's turn: all ranks have to know.
+        agree(ground.group, ground.node, f"opening {self.generation}", lambda: self._open_all(transfers, names))
+        self.retrieve_seconds = time.perf_counter() - began
+
+    def _plan(self, needs: Sequence[bytes]) -> dict[int, tuple[Retrieval, ...]]:
+        decoded = [decode_needs(one) for one in needs]
+        if not any(decoded):
+            return {}
+        chunks = {rank: self.catalogue.chunks(rank) for one in decoded for rank in one}
+        by_node = {
+            number: union([decoded[member] for member in members], chunks)
+            for number, members in enumerate(self._ground.members)
+        }
+        return plan_retrievals(by_node, self._copies, self.catalogue, self._ground.places)
+
+    def _retrieve(self, retrievals: Sequence[Retrieval]) -> dict[int, str]:
+        """On the node's leader. Rank → name of the file that was fetched, "" where the shard is sealed here now."""
+        ground = self._ground
+        with Progress(f"fetching {self.generation}") as progress:
+            files = self._open.enter_context(ground.memory.retrieve(retrievals, ground.timeout, progress.update))
+        return {shard.rank: name for shard, name in files.items()}
+
+    def _open_all(self, transfers: Sequence[Transfer], names: Mapping[int, str]) -> bytes:
+        lying = {one.shard: one for one in self._ground.store.scan()}
+        for rank in sorted({transfer.shard for transfer in transfers}):
+            copy = self._copies[rank]
+            if names.get(rank):
+                fd = self._ground.store.open_fetched(names[rank])
+            elif copy.shard in lying:
+                fd = self._ground.store.open_shard(lying[copy.shard])
+            else:
+                raise NotFoundError(f"{copy.shard} is gone", shard_index=rank)
+            self._open.callback(os.close, fd)
+            self.shards[rank] = self._checked(fd, copy)
+        return b""
+
+    def _checked(self, fd: int, copy: Copy) -> OpenShard:
+        rank = copy.shard.rank
+        number = self.catalogue.layout_of(rank)
+        try:
+            head = read_envelope(fd, expect=copy.shard, job=self._ground.job)
+            if head.layout_fingerprint != self.catalogue.fingerprints[number]:
+                raise CorruptShardError(f"{copy.shard}: its layout is not the one that was described")
+        except (CorruptShardError, IncompatibleError) as error:
+            error.fields["shard_index"] = rank
+            self.quarantine(rank, error.message)
+            raise
+        return OpenShard(fd, head, self.catalogue.layouts[number])
+
+    def quarantine(self, rank: int, reason: str) -> None:
+        """Sets this node's copy of a shard aside, if it has one."""
+        sealed = self._ground.store.find(self._copies[rank].shard)
+        if sealed is not None:
+            self._ground.store.quarantine(sealed, reason)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from flashckpt.types import Box, ShardHeader, TensorEntry
+from flashckpt.types import Box, Layout, ShardHeader, TensorEntry
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -13,31 +13,37 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One stored region and the shard that has it."""
+    """One stored region and the shards that have it, at the same bytes."""
 
-    shard: int  # index into the headers
+    ranks: tuple[int, ...]  # whose shards; ascending
     entry: TensorEntry
 
 
-# (fqn, rank) → its stored regions; rank is None for what all ranks share.
+# (fqn, layout) → its stored regions; layout is None for what all ranks share, and for what belongs to one rank the
+# index of the layout that its shard has.
 Index = dict[tuple[str, int | None], list[Piece]]
 
 
-def index(headers: Sequence[ShardHeader]) -> Index:
-    """Stored regions by name; a region that several shards have is listed once for each."""
+def index(layouts: Sequence[Layout], ranks: Sequence[tuple[int, ...]]) -> Index:
+    """Stored regions by name, from each different layout and the ranks whose shards have it."""
     stored: Index = {}
-    for i, header in enumerate(headers):
-        rank = header.shard.rank
-        for entry in header.layout.entries:
-            stored.setdefault((entry.fqn, rank if entry.per_rank else None), []).append(Piece(i, entry))
+    for number, (layout, owners) in enumerate(zip(layouts, ranks, strict=True)):
+        for entry in layout.entries:
+            key = (entry.fqn, number if entry.per_rank else None)
+            stored.setdefault(key, []).append(Piece(owners, entry))
     return stored
+
+
+def index_headers(headers: Sequence[ShardHeader]) -> Index:
+    """The same from whole headers, in the order of their ranks, each with a layout of its own."""
+    return index([header.layout for header in headers], [(header.shard.rank,) for header in headers])
 
 
 def uncovered(stored: Index) -> list[str]:
     """Tensors that can't be put together from their regions, each with the reason. Empty = usable."""
     problems = []
-    for (fqn, rank), pieces in stored.items():
-        owner = f"key {fqn!r}" + (f" of rank {rank}" if rank is not None else "")
+    for (fqn, layout), pieces in stored.items():
+        owner = f"key {fqn!r}" + (f" of rank {pieces[0].ranks[0]}" if layout is not None else "")
         kinds = {(piece.entry.dtype, piece.entry.global_shape) for piece in pieces}
         if len(kinds) > 1:
             problems.append(f"{owner}: shards disagree on dtype and shape: {sorted(kinds)}")
@@ -49,15 +55,15 @@ def uncovered(stored: Index) -> list[str]:
     return problems
 
 
-def keys_in_chunks(header: ShardHeader, chunks: Sequence[int]) -> list[str]:
+def keys_in_chunks(layout: Layout, chunk_bytes: int, chunks: Sequence[int]) -> list[str]:
     """Which tensors lie in these chunks of a shard, sorted; looks at the first 64 chunks only."""
-    size = header.chunk_bytes
     return sorted(
         {
             entry.fqn
-            for entry in header.layout.entries
+            for entry in layout.entries
             for chunk in chunks[:64]
-            if entry.offset_bytes < (chunk + 1) * size and entry.offset_bytes + entry.length_bytes > chunk * size
+            if entry.offset_bytes < (chunk + 1) * chunk_bytes
+            and entry.offset_bytes + entry.length_bytes > chunk * chunk_bytes
         }
     )
 

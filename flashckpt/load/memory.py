@@ -7,7 +7,7 @@ import logging
 import os
 from typing import TYPE_CHECKING, Protocol
 
-from flashckpt.errors import FlashError, NotFoundError, RetrieveError
+from flashckpt.errors import CorruptShardError, FlashError, NotFoundError, RetrieveError
 from flashckpt.transport.outgoing import hold
 from flashckpt.types import Holding, Level, NodeInventory
 
@@ -59,6 +59,7 @@ class OwnMemory:
     def inventory(self, timeout: float) -> NodeInventory:
         committed = {record.generation for record in self._store.read_records()}
         holdings = []
+        damaged: list[tuple[ShardId, str]] = []
         for sealed in self._store.scan():
             try:
                 fd = self._store.open_shard(sealed)
@@ -67,15 +68,17 @@ class OwnMemory:
             try:
                 held = hold(fd, sealed, job=self._job)
             except FlashError as error:
-                # Not set aside: another rank of this node may be about to report it, or to replace it.
-                log.warning("%s does not count: %s", sealed.shard, error.message)
+                if isinstance(error, CorruptShardError):
+                    self._store.quarantine(sealed, error.message)
+                damaged.append((sealed.shard, error.message))
                 continue
             finally:
                 os.close(fd)
             level = Level.REPLICATED if sealed.shard.generation in committed else Level.SEALED
             holdings.append(Holding(held, level, verified=False))
         quarantined = self._store.status().quarantined_files
-        return NodeInventory(self._node_id, tuple(holdings), self._store.read_fence(), quarantined, ())
+        fence = self._store.read_fence()
+        return NodeInventory(self._node_id, tuple(holdings), fence, quarantined, tuple(damaged), ())
 
     @contextlib.contextmanager
     def retrieve(

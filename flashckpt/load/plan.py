@@ -1,7 +1,8 @@
-"""The retrieval plan: which stored bytes fill which part of which live tensor. Pure."""
+"""The read plan: which stored bytes fill which part of which live tensor. Pure."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ import numpy.typing as npt
 from flashckpt.errors import MissingKeyError, StructureError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from flashckpt.load.cover import Index, Piece
     from flashckpt.types import Box, TensorEntry
@@ -35,25 +36,51 @@ class Want:
 class Transfer:
     """`overlap` of the global tensor, out of one stored entry, into one wanted region."""
 
-    shard: int
+    shard: int  # rank whose shard it is
     entry: TensorEntry
     want: Want
     overlap: Box
 
 
-def plan(wants: Sequence[Want], stored: Index, rank: int, *, cast: bool) -> list[Transfer]:
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """Who reads: what it may call its own, and what is near."""
+
+    rank: int
+    layout: int | None  # of the shard that this rank saved; None where it did not exist then
+    near: tuple[int, ...] = ()  # ranks whose shards lie on this node
+
+    def pick(self, ranks: tuple[int, ...]) -> tuple[int, int]:
+        """(how far, rank): the nearest of shards that hold the same. Far ones are dealt out among the readers."""
+        if _has(ranks, self.rank):
+            return 0, self.rank
+        for rank in self.near:
+            if _has(ranks, rank):
+                return 1, rank
+        return 2, ranks[self.rank % len(ranks)]
+
+
+def plan(wants: Sequence[Want], stored: Index, reader: Reader, *, cast: bool) -> list[Transfer]:
     """Transfers that fill every want completely; raises before anything is touched if that can't be done."""
     transfers: list[Transfer] = []
+    picked: dict[int, tuple[int, int]] = {}  # by the identity of a layout's ranks, which all its pieces share
+
+    def pick(piece: Piece) -> tuple[int, int]:
+        key = id(piece.ranks)
+        if key not in picked:
+            picked[key] = reader.pick(piece.ranks)
+        return picked[key]
+
     for want in wants:
-        pieces = stored.get((want.fqn, rank if want.per_rank else None))
-        if pieces is None:
+        pieces = stored.get((want.fqn, reader.layout)) if want.per_rank else stored.get((want.fqn, None))
+        if pieces is None or (want.per_rank and reader.layout is None):
             raise MissingKeyError(f"key {want.fqn!r}: not in the checkpoint", key=want.fqn)
         _check_fits(want, pieces[0].entry, cast)
         filled = 0
-        for piece in _prefer(pieces, rank):
+        for piece in _nearest(pieces, pick):
             overlap = piece.entry.box.intersect(want.box)
             if overlap is not None:
-                transfers.append(Transfer(piece.shard, piece.entry, want, overlap))
+                transfers.append(Transfer(pick(piece)[1], piece.entry, want, overlap))
                 filled += overlap.volume
         if filled != want.box.volume:
             raise StructureError(
@@ -80,13 +107,19 @@ def _check_fits(want: Want, entry: TensorEntry, cast: bool) -> None:
         )
 
 
-def _prefer(pieces: Iterable[Piece], rank: int) -> list[Piece]:
-    """One piece for each region: this rank's own copy where it has one, else the first."""
+def _nearest(pieces: Iterable[Piece], pick: Callable[[Piece], tuple[int, int]]) -> list[Piece]:
+    """One piece for each region: the nearest."""
     best: dict[Box, Piece] = {}
     for piece in pieces:
-        if piece.entry.box not in best or piece.shard == rank:
+        known = best.get(piece.entry.box)
+        if known is None or pick(piece)[0] < pick(known)[0]:
             best[piece.entry.box] = piece
     return list(best.values())
+
+
+def _has(ranks: tuple[int, ...], rank: int) -> bool:
+    at = bisect_left(ranks, rank)
+    return at < len(ranks) and ranks[at] == rank
 
 
 def runs(overlap: Box, source: Box, target: Box, itemsize: int) -> tuple[Int64s, Int64s, int]:

@@ -18,9 +18,10 @@ from flashckpt.load.plan import Int64s, Transfer, runs
 from flashckpt.state.regions import narrow
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
-    from flashckpt.types import Box, ShardHeader
+    from flashckpt.format.shard import Envelope
+    from flashckpt.types import Box, Layout
 
 # What can't be read straight into its tensor goes through host buffers of at most this size in total.
 BOUNCE_BYTES = 256 << 20
@@ -36,10 +37,11 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class OpenShard:
-    """A sealed shard with its parsed header; the descriptor stays the owner's."""
+    """A shard with its parsed header, whole or as far as it was fetched; the descriptor stays the owner's."""
 
     fd: int
-    header: ShardHeader
+    head: Envelope
+    layout: Layout  # for messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,7 @@ class _Bounce:
 
 def read(
     transfers: Sequence[Transfer],
-    shards: Sequence[OpenShard],
+    shards: Mapping[int, OpenShard],
     targets: Sequence[Target],
     *,
     threads: int,
@@ -137,28 +139,29 @@ def _land(bounce: _Bounce, target: Target) -> None:
 
 
 def _gather(shard: OpenShard, number: int, pieces: Int64s, threads: int, verify: bool) -> None:
-    header = shard.header
+    head = shard.head
     bad = native.gather_read(
         shard.fd,
-        header.data_offset_bytes,
-        header.data_length_bytes,
-        header.chunk_bytes,
-        header.chunk_crcs,
+        head.data_offset_bytes,
+        head.data_length_bytes,
+        head.chunk_bytes,
+        head.chunk_crcs,
         np.ascontiguousarray(pieces).data,
         threads,
         verify,
     )
     if bad:
-        raise _corrupt(header, number, bad)
+        raise _corrupt(shard, number, bad)
 
 
-def _corrupt(header: ShardHeader, number: int, bad: Sequence[int]) -> CorruptShardError:
-    size = header.chunk_bytes
+def _corrupt(shard: OpenShard, number: int, bad: Sequence[int]) -> CorruptShardError:
+    head = shard.head
+    size = head.chunk_bytes
     return CorruptShardError(
-        f"{header.shard}: {len(bad)} of {-(-header.data_length_bytes // size)} chunks fail their crc32c or are cut "
-        f"off, first chunk {bad[0]} at byte {header.data_offset_bytes + bad[0] * size}; "
-        f"keys {keys_in_chunks(header, bad)[:8]}",
-        hint="the copy in memory is damaged; another generation or copy is used where there is one",
-        shard=header.shard,
+        f"{head.shard}: {len(bad)} of {-(-head.data_length_bytes // size)} chunks fail their crc32c or are cut "
+        f"off, first chunk {bad[0]} at byte {head.data_offset_bytes + bad[0] * size}; "
+        f"keys {keys_in_chunks(shard.layout, size, bad)[:8]}",
+        hint="the copy in memory is damaged; another copy or generation is used where there is one",
+        shard=head.shard,
         shard_index=number,
     )

@@ -6,40 +6,32 @@ import json
 import logging
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from flashckpt.errors import (
-    CorruptShardError,
-    IncompatibleError,
-    MissingKeyError,
-    NotFoundError,
-    OtherRankError,
-    StructureError,
-    UnusableError,
-)
+from flashckpt.agent.session import decode_session, encode_session
+from flashckpt.errors import CorruptShardError, MissingKeyError, NotFoundError, StructureError, UnusableError
 from flashckpt.failpoints import failpoint
 from flashckpt.load import inventory as inventories
-from flashckpt.load.attempt import Attempt, UncoveredError
-from flashckpt.load.choose import Choice, choose
+from flashckpt.load.agree import StepBackError, agree
+from flashckpt.load.attempt import Attempt
+from flashckpt.load.choose import Choice, choose, explain
+from flashckpt.load.inventory import shards_of
 from flashckpt.load.live import LiveTensors
 from flashckpt.load.plan import Transfer, plan
 from flashckpt.load.read import read
 from flashckpt.load.result import LoadResult
 from flashckpt.state.flatten import Flat, flatten, restore
-from flashckpt.types import Generation, Timings
+from flashckpt.types import Launch, Timings, age_order
 
 if TYPE_CHECKING:
-    from collections.abc import MutableMapping, Sequence
+    from collections.abc import Callable, Mapping, MutableMapping, Sequence
 
-    from flashckpt.group import PrivateGroup
-    from flashckpt.load.inventory import Inventory
-    from flashckpt.store.slots import Sealed, SlotStore
-    from flashckpt.topology import Topology
+    from flashckpt.load.ground import Ground
+    from flashckpt.load.inventory import Copy, Inventory
 
 log = logging.getLogger(__name__)
 
-# Problems that another generation may not have; every other error would meet us there again.
-_STEP_BACK = (CorruptShardError, UncoveredError, NotFoundError, IncompatibleError)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,39 +53,30 @@ class Request:
         return fqn == key or fqn.startswith(key if key.endswith(".") else key + ".")
 
 
-def find_candidates(store: SlotStore, step: int | None) -> list[tuple[Generation, list[Sealed]]]:
-    """This node's candidates, newest first, with their shards: the choice without the other ranks."""
-    scan = store.scan()
-    inventory = inventories.Inventory({one.shard: one.tag for one in scan}, store.read_fence())
-    choice = choose(inventory, step)
-    return [(g, [one for one in scan if one.shard.generation == g]) for g in choice.candidates]
-
-
 class Recovery:
     """One load, on all ranks at once."""
 
-    def __init__(self, store: SlotStore, group: PrivateGroup, topology: Topology, job: str) -> None:
-        self._store = store
-        self._group = group
-        self._topology = topology
-        self._job = job
+    def __init__(self, ground: Ground) -> None:
+        self._ground = ground
         self._touched = False
 
     def take_inventory(self) -> Inventory:
-        """What every node holds; one rank of each node looks. Collective."""
-        mine = b""
-        if self._topology.is_leader:
-            status = self._store.status()
-            tags = {one.shard: one.tag for one in self._store.scan()}
-            mine = inventories.encode(inventories.Inventory(tags, self._store.read_fence(), status.quarantined_files))
-        gathered = self._group.gather(mine, "gathering the inventories")
+        """What every node holds; one rank of each node asks its agent. Collective."""
+        ground = self._ground
+
+        def take() -> bytes:
+            return inventories.encode(ground.memory.inventory(ground.timeout)) if ground.is_leader else b""
+
+        answers = agree(ground.group, ground.node, "gathering the inventories", take)
         failpoint("after_inventory")
-        return inventories.merge(inventories.decode(one) for one in gathered if one)
+        nodes = [place.node_id for place in ground.places]
+        return inventories.merge(nodes, [answers[members[0]] for members in ground.members])
 
     def candidates(self, inventory: Inventory, step: int | None) -> Choice:
-        choice = choose(inventory, step)
+        """Collective, because what is missing is explained by whoever remembers where it was."""
+        choice = self._explained(choose(inventory, step), inventory)
         if step is not None and not choice.candidates:
-            steps = sorted({shard.generation.step for shard in inventory.tags})
+            steps = sorted({generation.step for generation, _ in inventory.generations})
             raise NotFoundError(
                 f"step {step}: not in memory as a whole; steps with shards: {steps or 'none'}{_listed(choice)}",
                 hint="leave out step= to load the newest usable one",
@@ -101,7 +84,28 @@ class Recovery:
             )
         return choice
 
-    def load(self, choice: Choice, state_dict: MutableMapping[Any, Any], request: Request) -> LoadResult | None:
+    def _explained(self, choice: Choice, inventory: Inventory) -> Choice:
+        """The nodes that a missing shard was on, from one node that remembers that launch. Collective."""
+        launches = {Launch(generation.epoch, generation.nonce) for generation, _ in choice.missing}
+        tellers = {launch: node for launch, node in inventory.remembered.items() if launch in launches}
+        if not tellers:
+            return choice
+        ground = self._ground
+
+        def tell() -> bytes:
+            if not ground.is_leader or ground.node not in tellers.values():
+                return b"[]"
+            past = ground.memory.inventory(ground.timeout).past
+            mine = [encode_session(one).decode() for one in past if tellers.get(one.launch) == ground.node]
+            return json.dumps(mine).encode()
+
+        answers = agree(ground.group, ground.node, "asking who had what is missing", tell)
+        sessions = [decode_session(one.encode()) for answer in answers for one in json.loads(answer)]
+        return explain(choice, {one.launch: one for one in sessions}, inventory.nodes)
+
+    def load(
+        self, inventory: Inventory, choice: Choice, state_dict: MutableMapping[Any, Any], request: Request
+    ) -> LoadResult | None:
         """The newest candidate that all ranks can read; None where there is none. Collective."""
         if not choice.candidates:
             if choice.passed_over:
@@ -109,60 +113,74 @@ class Recovery:
             # Before flattening: asking a Stateful for its state dict can change it (torch's optimizer helpers
             # take a step to make room for moments), and a load that finds nothing must leave no trace.
             return None
-        sealed: dict[Generation, list[Sealed]] = {}
-        for one in self._store.scan():
-            sealed.setdefault(one.shard.generation, []).append(one)
-        flat, live = self._group.together("reading the live state dict", lambda: _live(state_dict))
+        flat, live = self._ground.group.together("reading the live state dict", lambda: _live(state_dict))
+
+        def use(attempt: Attempt) -> LoadResult:
+            with attempt:
+                return self._try(attempt, state_dict, flat, live, request)
+
+        result, stepped_over = self._newest(inventory, choice, use)
+        newer = [f"{g}: {why}" for g, why in choice.passed_over if age_order(g) > age_order(result.generation)]
+        return replace(result, stepped_over=(*newer, *stepped_over))
+
+    def find(self, step: int | None) -> Attempt:
+        """The newest usable generation, described, for somebody who reads by a plan of their own. Collective.
+
+        UnusableError where there is none. The caller closes it.
+        """
+        inventory = self.take_inventory()
+        choice = self.candidates(inventory, step)
+
+        def use(attempt: Attempt) -> Attempt:
+            attempt.describe()
+            return attempt
+
+        return self._newest(inventory, choice, use)[0]
+
+    def _newest(self, inventory: Inventory, choice: Choice, use: Callable[[Attempt], T]) -> tuple[T, list[str]]:
+        """What `use` makes of the newest generation that it can use, and those that it could not. Collective.
+
+        A generation is given up only when one of its shards has no good copy left.
+        """
         stepped_over: list[str] = []
         for generation in choice.candidates:
-            with Attempt(self._store, generation, sealed.get(generation, ()), self._job) as attempt:
-                result, problem = self._try(generation, attempt, state_dict, flat, live, request)
-            if result is not None:
-                return replace(result, stepped_over=tuple(stepped_over))
-            stepped_over.append(f"{generation}: {problem}")
-            log.warning("%s can't be used: %s", generation, problem)
+            shards: dict[int, Copy] | None = shards_of(inventory, generation)
+            while shards is not None:
+                attempt = Attempt(self._ground, generation, shards)
+                try:
+                    return use(attempt), stepped_over
+                except BaseException as error:
+                    attempt.close()
+                    if not isinstance(error, StepBackError):
+                        raise
+                    shards = _without(shards, error.fields.get("bad", frozenset()))
+                    going_on = "trying other copies" if shards is not None else "can't be used"
+                    log.warning("%s: %s; %s", generation, error.message, going_on)
+                    if shards is None:
+                        stepped_over.append(f"{generation}: {error.message}")
         raise self._unusable(choice, stepped_over)
 
     def _try(
         self,
-        generation: Generation,
         attempt: Attempt,
         state_dict: MutableMapping[Any, Any],
         flat: Flat,
         live: LiveTensors,
         request: Request,
-    ) -> tuple[LoadResult | None, str]:
-        rank, verify = self._topology.rank, request.verify
+    ) -> LoadResult:
+        ground, generation = self._ground, attempt.generation
         began = time.perf_counter()
-        error: Exception | None = None
-        keys, unexpected = set[str](), set[str]()
-        missing: tuple[str, ...] = ()
-        transfers: list[Transfer] = []
-        values: dict[str, Any] = {}
-        extra: Any = None
-        try:
-            attempt.open()
-            saved = {fqn for fqn in attempt.saved_keys(rank, verify) if request.selects(fqn)}
-            wanted = {fqn for fqn in (*flat.tensors, *flat.values) if request.selects(fqn)}
-            keys, unexpected = wanted & saved, saved - wanted
-            _refuse_idle_keys(request, wanted | saved)
-            missing = _missing(wanted - saved, saved, flat, request, rank, attempt.world)
-            transfers = plan([w for w in live.wants if w.fqn in keys], attempt.stored, rank, cast=request.cast)
-            for fqn in flat.values:
-                found, value = attempt.value(fqn, rank, verify) if fqn in keys else (False, None)
-                if found:
-                    values[fqn] = value
-                elif fqn in keys:
-                    raise StructureError(
-                        f"key {fqn!r}: expected a value as in the state dict, found a tensor in the checkpoint", key=fqn
-                    )
-            extra = attempt.values(rank if rank < attempt.world else 0, verify).extra
-        except Exception as raised:
-            error = raised
-        problem = self._agree(generation, attempt, error, "preparing to load")
-        if problem:
-            return None, problem
-        surplus = self._nobody_wants(unexpected)
+        attempt.describe()
+        proved = time.perf_counter()
+        plans: list[_ReadPlan] = []
+
+        def make_plan() -> bytes:
+            plans.append(_plan(attempt, ground.rank, flat, live, request))
+            return attempt.needs(plans[0].transfers)
+
+        needs = agree(ground.group, ground.node, f"preparing to load {generation}", make_plan)
+        mine = plans[0]
+        surplus = self._nobody_wants(mine.unexpected)
         if surplus and request.strict and request.keys is None:
             raise MissingKeyError(
                 f"{generation}: {len(surplus)} keys of the checkpoint are in no rank's state dict, "
@@ -173,58 +191,95 @@ class Recovery:
             )
         planned = time.perf_counter()
         failpoint("after_plan")
+        attempt.fetch(mine.transfers, needs)
+        fetched = time.perf_counter()
         self._touched = True
-        try:
-            read(transfers, attempt.shards, live.targets, threads=request.threads, verify=verify)
-        except Exception as raised:
-            error = raised
-        problem = self._agree(generation, attempt, error, "reading")
-        if problem:
-            return None, problem
+        agree(ground.group, ground.node, f"reading {generation}", lambda: self._read(attempt, mine, live, request))
         failpoint("after_read")
         # The owners' own code: load_state_dict of Stateful objects.
-        self._group.together(f"handing {generation} to its owners", lambda: restore(state_dict, flat, values, keys))
-        result = LoadResult(
+        ground.group.together(
+            f"handing {generation} to its owners", lambda: restore(state_dict, flat, mine.values, mine.keys)
+        )
+        return LoadResult(
             step=generation.step,
             generation=generation,
-            source="memory",
+            source="peer" if attempt.fetched else "memory",
             saved_world_size=attempt.world,
-            extra=extra,
-            missing=missing,
+            extra=mine.extra,
+            missing=mine.missing,
             unexpected=tuple(surplus),
-            timings=Timings(plan=planned - began, read=time.perf_counter() - planned),
+            timings=Timings(
+                verify=proved - began,
+                plan=planned - proved,
+                retrieve=fetched - planned,
+                read=time.perf_counter() - fetched,
+            ),
         )
-        return result, ""
 
-    def _agree(self, generation: Generation, attempt: Attempt, error: Exception | None, doing: str) -> str:
-        """All ranks learn of any rank's error: what stepping back can cure is returned, the rest is raised."""
-        kind = "" if error is None else "step back" if isinstance(error, _STEP_BACK) else "raise"
-        number = getattr(error, "shard_index", None)
-        if isinstance(error, CorruptShardError) and number is not None:
-            attempt.quarantine(number, str(error))
-        told = json.dumps([kind, getattr(error, "message", repr(error))]) if error is not None else ""
-        problems = {rank: json.loads(text) for rank, text in self._group.vote(told, f"{doing} {generation}").items()}
-        if error is not None and kind == "raise":
-            raise error
-        for rank, (kind, message) in problems.items():
-            if kind == "raise":
-                raise OtherRankError(f"rank {rank} can't load {generation}: {message}", ranks=[rank])
-        return "; ".join(f"rank {rank}: {message}" for rank, (_, message) in problems.items())
+    def _read(self, attempt: Attempt, mine: _ReadPlan, live: LiveTensors, request: Request) -> bytes:
+        try:
+            read(mine.transfers, attempt.shards, live.targets, threads=request.threads, verify=request.verify)
+        except CorruptShardError as error:
+            attempt.quarantine(error.shard_index, error.message)
+            raise
+        return b""
 
-    def _nobody_wants(self, unexpected: set[str]) -> list[str]:
+    def _nobody_wants(self, unexpected: frozenset[str]) -> list[str]:
         """Of the keys that this rank has no use for, those that no other rank has a use for either. Collective."""
-        answers = [
-            set(json.loads(a)) for a in self._group.gather(json.dumps(sorted(unexpected)).encode(), "comparing keys")
-        ]
-        return sorted(set.intersection(*answers))
+        answers = self._ground.group.gather(json.dumps(sorted(unexpected)).encode(), "comparing keys")
+        return sorted(set.intersection(*(set(json.loads(answer)) for answer in answers)))
 
     def _unusable(self, choice: Choice, stepped_over: Sequence[str]) -> UnusableError:
         tried = "".join(f"\n  - {line}" for line in stepped_over)
         touched = "; tensors were written to before the damage was found" if self._touched else ""
         return UnusableError(
-            f"job {self._job!r}: shards exist, but no generation is usable{touched}:{tried}{_listed(choice)}",
+            f"job {self._ground.job!r}: shards exist, but no generation is usable{touched}:{tried}{_listed(choice)}",
             touched=self._touched,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _ReadPlan:
+    """What one rank is going to read and hand over."""
+
+    transfers: list[Transfer]
+    values: dict[str, Any]
+    extra: Any
+    keys: set[str]
+    missing: tuple[str, ...]
+    unexpected: frozenset[str]
+
+
+def _plan(attempt: Attempt, rank: int, flat: Flat, live: LiveTensors, request: Request) -> _ReadPlan:
+    """Local. Raises what only the caller can mend: keys and shapes that do not fit."""
+    catalogue = attempt.catalogue
+    saved = {fqn for fqn in catalogue.saved_keys(rank, attempt.stored) if request.selects(fqn)}
+    wanted = {fqn for fqn in (*flat.tensors, *flat.values) if request.selects(fqn)}
+    keys = wanted & saved
+    _refuse_idle_keys(request, wanted | saved)
+    missing = _missing(wanted - saved, saved, flat, request, rank, attempt.world)
+    wants = [want for want in live.wants if want.fqn in keys]
+    transfers = plan(wants, attempt.stored, attempt.reader, cast=request.cast)
+    values: dict[str, Any] = {}
+    for fqn in flat.values:
+        found, value = catalogue.value(fqn, rank) if fqn in keys else (False, None)
+        if found:
+            values[fqn] = value
+        elif fqn in keys:
+            raise StructureError(
+                f"key {fqn!r}: expected a value as in the state dict, found a tensor in the checkpoint", key=fqn
+            )
+    extra = catalogue.values(rank if rank < attempt.world else 0).extra
+    return _ReadPlan(transfers, values, extra, keys, missing, frozenset(saved - wanted))
+
+
+def _without(shards: Mapping[int, Copy], bad: frozenset[tuple[int, int]]) -> dict[int, Copy] | None:
+    """The shards without copies that turned out bad. None where that changes nothing, or leaves one without any."""
+    left = {
+        rank: replace(copy, nodes=tuple(node for node in copy.nodes if (node, rank) not in bad))
+        for rank, copy in shards.items()
+    }
+    return left if left != shards and all(copy.nodes for copy in left.values()) else None
 
 
 def _live(state_dict: MutableMapping[Any, Any]) -> tuple[Flat, LiveTensors]:

@@ -66,17 +66,16 @@ def plan(contributions: Sequence[Contribution], piece_bytes: int = PIECE_BYTES) 
     CorruptShardError where the shards do not hold every element.
     """
     stored: Index = {}
-    ranks = [one.rank for one in contributions]
-    for number, one in enumerate(contributions):
+    for one in contributions:
         for entry in one.entries:
-            stored.setdefault((entry.fqn, one.rank if entry.per_rank else None), []).append(Piece(number, entry))
-    given = dict.fromkeys(ranks, 0)  # bytes that a rank has to write so far
+            stored.setdefault((entry.fqn, one.rank if entry.per_rank else None), []).append(Piece((one.rank,), entry))
+    given = dict.fromkeys((one.rank for one in contributions), 0)  # bytes that a rank has to write so far
     tensors: list[TensorItem] = []
     for (fqn, owner), pieces in stored.items():
         key = fqn if owner is None else per_rank_key(owner, fqn)
-        for piece, box in _choose((fqn, owner), pieces, ranks, given):
+        for piece, box in _choose((fqn, owner), pieces, given):
             parts = _cut(box, ITEMSIZE[piece.entry.dtype], piece_bytes)
-            tensors += [TensorItem(key, ranks[piece.shard], piece.entry, part) for part in parts]
+            tensors += [TensorItem(key, piece.ranks[0], piece.entry, part) for part in parts]
     values: dict[str, ValueItem] = {}
     for one in sorted(contributions, key=lambda one: one.rank):
         for fqn in one.values:
@@ -87,9 +86,7 @@ def plan(contributions: Sequence[Contribution], piece_bytes: int = PIECE_BYTES) 
     return PersistPlan(tuple(tensors), tuple(values.values()))
 
 
-def _choose(
-    name: tuple[str, int | None], pieces: list[Piece], ranks: list[int], given: dict[int, int]
-) -> Iterator[tuple[Piece, Box]]:
+def _choose(name: tuple[str, int | None], pieces: list[Piece], given: dict[int, int]) -> Iterator[tuple[Piece, Box]]:
     kinds = {(piece.entry.dtype, piece.entry.global_shape) for piece in pieces}
     if len(kinds) > 1:
         raise CorruptShardError(f"key {name[0]!r}: shards disagree on dtype and shape: {sorted(kinds)}")
@@ -103,10 +100,10 @@ def _choose(
     found = 0
     # The largest first, so that what has to be cut is cut into few parts.
     for box in same if tiled else sorted(same, key=lambda box: (-box.volume, box.offsets)):
-        piece = min(same[box], key=lambda piece: (given[ranks[piece.shard]], ranks[piece.shard]))
+        piece = min(same[box], key=lambda piece: (given[piece.ranks[0]], piece.ranks[0]))
         parts = [box] if tiled else _rest([box], taken)
         for part in parts:
-            given[ranks[piece.shard]] += part.volume * ITEMSIZE[dtype]
+            given[piece.ranks[0]] += part.volume * ITEMSIZE[dtype]
             found += part.volume
             yield piece, part
         taken += [] if tiled else parts

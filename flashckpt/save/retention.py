@@ -32,15 +32,12 @@ def judge(
     launch: Launch | None,
     fence: Fence | None,
     voids: Collection[Generation] = (),
-    *,
-    of_many_nodes: bool = False,
 ) -> dict[Generation, Verdict]:
     """The state of every generation, from the shards that lie sealed and the tags in their names.
 
     `launch` is the one that asks: what it has begun may still be completed, unless a rank said that it gave up
     (`voids`) or went on to a later one; what older launches left half done never will. None judges from
-    outside, when no trainer writes. Tags compare the ranks of one node: where generations are `of_many_nodes`, whether
-    everything is there is for the proof of coverage to say.
+    outside, when no trainer writes.
     """
     asking = None if launch is None else (launch.epoch, launch.nonce)
     shards: dict[Generation, list[ShardId]] = {}
@@ -54,7 +51,7 @@ def judge(
         generation: _judge_one(
             generation,
             members,
-            set() if of_many_nodes else {tags[shard] for shard in members},
+            {tags[shard] for shard in members},
             latest if (generation.epoch, generation.nonce) == asking else None,
             fence,
             voids,
@@ -79,7 +76,7 @@ def _judge_one(
     present = {shard.rank for shard in members}
     missing = [rank for rank in range(worlds.pop()) if rank not in present]
     if missing:
-        reason = f"no shard of ranks {_some(missing)}"
+        reason = f"no shard of ranks {some_ranks(missing)}"
         if latest is None or generation in voids:
             return Verdict(State.DEAD, reason)
         if any(latest.get(rank, (-1, 0)) > (generation.step, generation.seq) for rank in missing):
@@ -104,6 +101,7 @@ def releasable(verdicts: Mapping[Generation, Verdict]) -> set[Generation]:
     }
 
 
-def _some(ranks: Iterable[int]) -> str:
+def some_ranks(ranks: Iterable[int]) -> str:
+    """For a message: all of them, or the first ones and how many more."""
     listed = list(ranks)
     return str(listed) if len(listed) <= 8 else f"{listed[:8]} and {len(listed) - 8} more"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from flashckpt.errors import MissingKeyError, StructureError
 from flashckpt.load.cover import Piece, uncovered
-from flashckpt.load.plan import Want, plan, runs
+from flashckpt.load.plan import Reader, Want, plan, runs
 from flashckpt.types import Box, TensorEntry
 
 shapes = st.lists(st.integers(1, 7), min_size=0, max_size=3).map(tuple)
@@ -48,16 +48,16 @@ def test_any_want_is_filled_from_any_cut(data, shape):
     whole = np.arange(int(np.prod(shape)), dtype=np.int32).reshape(shape)
     pieces, shards = [], []
     for box in cut(shape, data.draw):
-        pieces.append(Piece(len(shards), entry(box, shape, 0)))
+        pieces.append(Piece((len(shards),), entry(box, shape, 0)))
         shards.append(np.ascontiguousarray(view(whole, box)).tobytes())
         if data.draw(st.booleans()):  # a replica of the same region in another shard
-            pieces.append(Piece(len(shards), entry(box, shape, 0)))
+            pieces.append(Piece((len(shards),), entry(box, shape, 0)))
             shards.append(shards[-1])
     assert uncovered({("t", None): pieces}) == []
     want = inside(shape, data.draw)
     filled = np.full(want.sizes, -1, dtype=np.int32)
     raw = filled.reshape(-1).view(np.uint8)
-    for transfer in plan([Want("t", False, "int32", shape, want, 0)], {("t", None): pieces}, 0, cast=False):
+    for transfer in plan([Want("t", False, "int32", shape, want, 0)], {("t", None): pieces}, Reader(0, 0), cast=False):
         sources, targets, length = runs(transfer.overlap, transfer.entry.box, want, 4)
         for source, target in zip(sources, targets, strict=True):
             raw[target : target + length] = np.frombuffer(shards[transfer.shard], np.uint8)[source : source + length]
@@ -68,7 +68,7 @@ def test_any_want_is_filled_from_any_cut(data, shape):
 def test_a_missing_region_is_found(data, shape):
     boxes = cut(shape, data.draw)
     lost = data.draw(st.integers(0, len(boxes) - 1))
-    rest = [Piece(0, entry(box, shape)) for i, box in enumerate(boxes) if i != lost]
+    rest = [Piece((0,), entry(box, shape)) for i, box in enumerate(boxes) if i != lost]
     if rest:
         (problem,) = uncovered({("t", None): rest})
         assert f"of {int(np.prod(shape))} elements" in problem
@@ -77,32 +77,32 @@ def test_a_missing_region_is_found(data, shape):
 def test_overlap_with_the_right_volume_is_refused():
     shape = (4,)
     boxes = [Box((0,), (2,)), Box((1,), (2,))]
-    (problem,) = uncovered({("t", None): [Piece(0, entry(box, shape)) for box in boxes]})
+    (problem,) = uncovered({("t", None): [Piece((0,), entry(box, shape)) for box in boxes]})
     assert "overlap" in problem
 
 
 def test_shards_that_disagree_are_refused():
-    pieces = [Piece(0, entry(Box((0,), (2,)), (4,))), Piece(1, entry(Box((2,), (2,)), (5,)))]
+    pieces = [Piece((0,), entry(Box((0,), (2,)), (4,))), Piece((1,), entry(Box((2,), (2,)), (5,)))]
     (problem,) = uncovered({("t", None): pieces})
     assert "disagree" in problem
 
 
 def test_what_does_not_fit_is_refused_by_name():
-    stored = {("t", None): [Piece(0, entry(Box((0,), (4,)), (4,)))]}
+    stored = {("t", None): [Piece((0,), entry(Box((0,), (4,)), (4,)))]}
     whole = Box((0,), (4,))
     with pytest.raises(MissingKeyError, match="'u'"):
-        plan([Want("u", False, "int32", (4,), whole, 0)], stored, 0, cast=False)
+        plan([Want("u", False, "int32", (4,), whole, 0)], stored, Reader(0, 0), cast=False)
     with pytest.raises(StructureError, match=r"expected shape \(5,\), found \(4,\)"):
-        plan([Want("t", False, "int32", (5,), whole, 0)], stored, 0, cast=False)
+        plan([Want("t", False, "int32", (5,), whole, 0)], stored, Reader(0, 0), cast=False)
     with pytest.raises(StructureError, match="expected dtype float32, found int32") as caught:
-        plan([Want("t", False, "float32", (4,), whole, 0)], stored, 0, cast=False)
+        plan([Want("t", False, "float32", (4,), whole, 0)], stored, Reader(0, 0), cast=False)
     assert "cast=True" in caught.value.hint
-    assert plan([Want("t", False, "float32", (4,), whole, 0)], stored, 0, cast=True)
+    assert plan([Want("t", False, "float32", (4,), whole, 0)], stored, Reader(0, 0), cast=True)
 
 
 def test_per_rank_regions_are_found_by_their_rank_alone():
-    stored = {("t", 1): [Piece(1, entry(Box((0,), (4,)), (4,)))]}
+    stored = {("t", 1): [Piece((1,), entry(Box((0,), (4,)), (4,)))]}
     want = Want("t", True, "int32", (4,), Box((0,), (4,)), 0)
-    assert plan([want], stored, 1, cast=False)[0].shard == 1
+    assert plan([want], stored, Reader(1, 1), cast=False)[0].shard == 1
     with pytest.raises(MissingKeyError):
-        plan([want], stored, 0, cast=False)
+        plan([want], stored, Reader(0, 0), cast=False)

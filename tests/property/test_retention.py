@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from flashckpt.errors import AmbiguousHistoryError
 from flashckpt.load.choose import choose
-from flashckpt.load.inventory import Inventory, decode, encode, merge
+from flashckpt.load.inventory import encode, merge, shards_of
 from flashckpt.save.retention import State, judge, releasable
-from flashckpt.types import Fence, Generation, Launch, ShardId, age_order
+from flashckpt.types import Fence, Generation, Held, Holding, Launch, Level, NodeInventory, ShardId, age_order
 
 WORLD = 3
 generations = st.builds(
@@ -41,30 +41,51 @@ def test_the_newest_complete_one_is_never_released(tags, launch, fence, voids):
             assert age_order(g) < max(map(age_order, complete))
 
 
+def holdings(tags):
+    return tuple(Holding(Held(s, bytes(16), 4096, tag), Level.SEALED, verified=True) for s, tag in tags.items())
+
+
 @given(tags, fences)
 def test_choice_and_retention_agree(tags, fence):
     """What retention keeps as newest is what a load would choose first; tags, which compare the ranks of one node, are
     left to the proof of coverage there, since a load knows nothing of the nodes that saved."""
-    inventory = Inventory(tags, fence)
+    inventory = merge(["node"], [encode(NodeInventory("node", holdings(tags), fence, 0, (), ()))])
     try:
         choice = choose(inventory, None)
     except AmbiguousHistoryError:
         return
-    complete = [g for g, v in judge(tags, None, fence, of_many_nodes=True).items() if v.state is State.COMPLETE]
+    untagged = dict.fromkeys(tags, 0)
+    complete = [g for g, v in judge(untagged, None, fence).items() if v.state is State.COMPLETE]
     kept = [g for g, v in judge(tags, None, fence).items() if v.state is State.COMPLETE]
     assert set(kept) <= set(complete)
-    assert sorted(choice.candidates, key=age_order) == sorted(complete, key=age_order)
     assert list(choice.candidates) == sorted(complete, key=age_order, reverse=True)
     assert {g for g, _ in choice.passed_over} | set(choice.candidates) == {shard.generation for shard in tags}
 
 
-@given(tags, fences, st.integers(0, 9))
-def test_inventory_round_trip(tags, fence, quarantined):
-    inventory = Inventory(tags, fence, quarantined)
-    assert decode(encode(inventory)) == inventory
-    merged = merge([inventory, Inventory({}, Fence(0, 99, 1))])
+@given(tags, st.lists(st.integers(0, 2), max_size=40), fences, st.integers(0, 9))
+def test_what_nodes_encode_is_what_all_learn(tags, where, fence, quarantined):
+    """Shards dealt out over three nodes, some to several of them."""
+    nodes = [{}, {}, {}]
+    for number, (shard, tag) in enumerate(tags.items()):
+        for node in {number % 3, where[number] if number < len(where) else 0}:
+            nodes[node][shard] = tag
+    damaged = ((ShardId(Generation(9, 9, 9, 9), 0, 2), "crc32c"),)
+    told = [
+        NodeInventory("a", holdings(nodes[0]), fence, quarantined, (), ()),
+        NodeInventory("b", holdings(nodes[1]), Fence(0, 99, 1), 0, damaged, ()),
+        NodeInventory("c", holdings(nodes[2]), None, 0, (), ()),
+    ]
+    merged = merge(["a", "b", "c"], map(encode, told))
     assert merged.fence == Fence(0, 99, 1)
-    assert merged.tags == tags
+    assert merged.quarantined == quarantined
+    assert merged.damage(Generation(9, 9, 9, 9)) == [(0, "b: crc32c")]
+    for generation in {shard.generation for shard in tags}:
+        found = shards_of(merged, generation)
+        expected = {s.rank: s for s in tags if s.generation == generation}
+        assert {rank: copy.shard for rank, copy in found.items()} == expected
+        for copy in found.values():
+            assert copy.nodes == tuple(n for n in range(3) if copy.shard in nodes[n])
+            assert copy.tag == tags[copy.shard]
 
 
 def test_half_a_generation_of_this_launch_is_pending_until_a_rank_goes_on():

@@ -3,13 +3,25 @@ from __future__ import annotations
 import pytest
 
 from flashckpt.errors import AmbiguousHistoryError
-from flashckpt.load.choose import choose
-from flashckpt.load.inventory import Inventory
-from flashckpt.types import Fence, Generation, ShardId
+from flashckpt.load.choose import choose, explain
+from flashckpt.load.inventory import encode, merge
+from flashckpt.types import Fence, Generation, Held, Holding, Launch, Level, Member, NodeInventory, Session, ShardId
 
 
 def whole(*generations, world=2):
-    return {ShardId(g, rank, world): 0 for g in generations for rank in range(world)}
+    return [ShardId(g, rank, world) for g in generations for rank in range(world)]
+
+
+def held(shard, content=0):
+    return Holding(Held(shard, bytes([content] * 16), 4096, 0), Level.SEALED, verified=False)
+
+
+def inventory(shards, fence, *others):
+    """What the first node holds, and what the others do."""
+    nodes = [[held(shard) for shard in shards], *others]
+    names = [f"node{number}" for number in range(len(nodes))]
+    found = [NodeInventory(n, tuple(holdings), fence, 0, (), ()) for n, holdings in zip(names, nodes, strict=True)]
+    return merge(names, map(encode, found))
 
 
 OLD, NEW = Generation(1, 10, 8, 3), Generation(2, 20, 5, 1)
@@ -17,28 +29,60 @@ OLD, NEW = Generation(1, 10, 8, 3), Generation(2, 20, 5, 1)
 
 def test_newest_step_first():
     other = Generation(1, 10, 9, 4)
-    assert choose(Inventory(whole(OLD, other), None), None).candidates == (other, OLD)
+    assert choose(inventory(whole(OLD, other), None), None).candidates == (other, OLD)
 
 
 def test_a_fence_buries_what_lies_above_it():
-    choice = choose(Inventory(whole(OLD, NEW), Fence(step=4, epoch=2, nonce=20)), None)
+    choice = choose(inventory(whole(OLD, NEW), Fence(step=4, epoch=2, nonce=20)), None)
     assert choice.candidates == (NEW,)
     assert choice.passed_over == ((OLD, "fenced: step 4 was loaded at epoch 2"),)
 
 
 def test_two_histories_without_a_fence_are_refused_by_name():
     with pytest.raises(AmbiguousHistoryError, match=r"step 8 .* step 5") as caught:
-        choose(Inventory(whole(OLD, NEW), None), None)
+        choose(inventory(whole(OLD, NEW), None), None)
     assert caught.value.steps == (8, 5)
 
 
 def test_an_explicit_step_decides_between_them():
-    assert choose(Inventory(whole(OLD, NEW), None), 5).candidates == (NEW,)
+    assert choose(inventory(whole(OLD, NEW), None), 5).candidates == (NEW,)
 
 
 def test_incomplete_ones_are_passed_over_with_the_missing_ranks():
-    tags = whole(OLD)
-    del tags[ShardId(OLD, 1, 2)]
-    choice = choose(Inventory(tags, None), None)
+    shards = whole(OLD)[:1]
+    choice = choose(inventory(shards, None), None)
     assert choice.candidates == ()
     assert choice.passed_over == ((OLD, "no shard of ranks [1]"),)
+    assert choice.missing == ((OLD, (1,)),)
+
+
+def test_what_one_node_lacks_another_has():
+    first, second = whole(OLD)
+    assert choose(inventory([first], None, [held(second)], [held(second)]), None).candidates == (OLD,)
+
+
+def test_copies_that_differ_are_no_copies():
+    first, second = whole(OLD)
+    choice = choose(inventory([first, second], None, [held(second, content=1)]), None)
+    assert choice.candidates == ()
+    assert choice.passed_over == ((OLD, "copies of the shards of ranks [1] differ"),)
+
+
+def test_shards_of_two_worlds_are_refused():
+    choice = choose(inventory([ShardId(OLD, 0, 2), ShardId(OLD, 1, 3)], None), None)
+    assert choice.passed_over == ((OLD, "its shards disagree on the world size: [2, 3]"),)
+
+
+def test_missing_shards_are_explained_by_who_had_them():
+    session = Session(
+        Launch(1, 10),
+        2,
+        (Member("alpha", "", "", (0,)), Member("beta", "", "", (1,)), Member("gamma", "", "", ())),
+        1,
+        "ring",
+        2,
+    )
+    choice = choose(inventory(whole(OLD)[:1], None), None)
+    ((_, reason),) = explain(choice, {Launch(1, 10): session}, ["alpha", "gamma"]).passed_over
+    assert reason.startswith("no shard of ranks [1]: rank 1 ran on beta, its replicas on ")
+    assert "beta not here" in reason or "beta and" in reason
