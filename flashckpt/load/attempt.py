@@ -8,6 +8,8 @@ import os
 import time
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from flashckpt.errors import CorruptShardError, IncompatibleError, NotFoundError
 from flashckpt.failpoints import failpoint
 from flashckpt.format.shard import read_envelope
@@ -24,18 +26,20 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from flashckpt.load.ground import Ground
-    from flashckpt.load.inventory import Copy
+    from flashckpt.load.inventory import Copies, Copy
     from flashckpt.load.plan import Transfer
-    from flashckpt.types import Generation, Retrieval
+    from flashckpt.types import Retrieval
 
 
 class Attempt:
     """A context manager: descriptors and fetched files last as long as it does. Its stages are collective."""
 
-    def __init__(self, ground: Ground, generation: Generation, shards: Mapping[int, Copy]) -> None:
+    def __init__(self, ground: Ground, copies: Copies) -> None:
         self._ground = ground
-        self.generation = generation
-        self._copies = shards
+        self.generation = copies.generation
+        self.world = copies.world
+        self._copies = copies
+        self.near = frozenset(copies.on(ground.node))  # ranks whose shards lie on this node
         self.catalogue: Catalogue
         self.stored: Index = {}
         self.shards: dict[int, OpenShard] = {}  # by rank: those that this rank reads
@@ -54,16 +58,6 @@ class Attempt:
         self.shards.clear()
 
     @property
-    def world(self) -> int:
-        return next(iter(self._copies.values())).shard.world
-
-    @property
-    def near(self) -> frozenset[int]:
-        """Ranks whose shards lie on this node."""
-        node = self._ground.node
-        return frozenset(rank for rank, copy in self._copies.items() if node in copy.nodes)
-
-    @property
     def reader(self) -> Reader:
         rank = self._ground.rank
         return Reader(rank, self.catalogue.layout_of(rank) if rank < self.world else None, tuple(sorted(self.near)))
@@ -76,12 +70,12 @@ class Attempt:
         Proves coverage by volume. Raises StepBackError, on all ranks alike, where the generation can't be used.
         """
         ground = self._ground
-        tellers = {rank: copy.nodes[rank % len(copy.nodes)] for rank, copy in self._copies.items()}
+        tellers = self._copies.tellers()
 
         def tell() -> bytes:
             if not ground.is_leader:
                 return b""
-            asked = [copy for rank, copy in self._copies.items() if tellers[rank] == ground.node]
+            asked = [self._copies[rank] for rank in np.flatnonzero(tellers == ground.node).tolist()]
             return catalogues.encode(catalogues.describe(ground.store, ground.job, asked, ground.verify))
 
         answers = agree(ground.group, ground.node, f"describing {self.generation}", tell)
@@ -92,7 +86,8 @@ class Attempt:
             nodes = [place.node_id for place in ground.places]
             told = [f"rank {rank}'s on {nodes[tellers[rank]]}: {problem}" for rank, problem in problems.items()]
             raise StepBackError(
-                f"copies are damaged: {'; '.join(told[:4])}", bad=frozenset((tellers[rank], rank) for rank in problems)
+                f"copies are damaged: {'; '.join(told[:4])}",
+                bad=frozenset((int(tellers[rank]), rank) for rank in problems),
             )
         try:
             self.catalogue = Catalogue(self.generation, self.world, described)

@@ -111,79 +111,86 @@ def encode(inventory: NodeInventory) -> bytes:
     )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Decoded:
-    launches: tuple[Launch, ...]
-    generations: tuple[tuple[Generation, int], ...]
-    copies: Table
-    damaged: tuple[tuple[Generation, int, str], ...]
-    fence: Fence | None
-    quarantined: int
+class _Merger:
+    """Adds nodes one by one, and touches each of their copies only once all are there."""
 
+    def __init__(self) -> None:
+        self.index: dict[bytes, int] = {}  # encoded generation → its number
+        self.remembered: dict[Launch, int] = {}
+        self.damaged: list[tuple[Generation, int, str]] = []
+        self.fence: Fence | None = None
+        self.quarantined = 0
+        self._tables: list[bytes] = []
+        self._counts: list[int] = []
+        self._bases: list[int] = []  # of each node's generations in `translate`
+        self._translate: list[int] = []
 
-def _decode(data: bytes) -> _Decoded:
-    if len(data) < _HEAD.size:
-        raise InternalError(f"inventory of {len(data)} bytes, expected at least {_HEAD.size}")
-    version, quarantined, step, epoch, nonce, launches, generations, copies, damaged = _HEAD.unpack_from(data)
-    generations_at = _HEAD.size + launches * _LAUNCH.size
-    copies_at = generations_at + generations * _GENERATION.size
-    damaged_at = copies_at + copies * _COPY.itemsize
-    if version != _VERSION or len(data) < damaged_at:
-        raise InternalError(f"inventory version {version} of {len(data)} bytes with {copies} copies")
-    table = np.frombuffer(data, dtype=_COPY, count=copies, offset=copies_at)
-    if copies and int(table["generation"].max()) >= generations:
-        raise InternalError(f"inventory: a copy of generation {table['generation'].max()} of {generations}")
-    found = tuple((Generation(*one[:4]), one[4]) for one in _GENERATION.iter_unpack(data[generations_at:copies_at]))
-    return _Decoded(
-        tuple(Launch(*one) for one in _LAUNCH.iter_unpack(data[_HEAD.size : generations_at])),
-        found,
-        table,
-        _decode_damaged(data, damaged_at, damaged, [generation for generation, _ in found]),
+    def add(self, node: int, node_id: str, data: bytes) -> None:
+        if len(data) < _HEAD.size:
+            raise InternalError(f"inventory of {len(data)} bytes, expected at least {_HEAD.size}")
+        version, quarantined, step, epoch, nonce, launches, generations, copies, damaged = _HEAD.unpack_from(data)
+        generations_at = _HEAD.size + launches * _LAUNCH.size
+        copies_at = generations_at + generations * _GENERATION.size
+        damaged_at = copies_at + copies * _COPY.itemsize
+        if version != _VERSION or len(data) < damaged_at:
+            raise InternalError(f"inventory version {version} of {len(data)} bytes with {copies} copies")
+        self.quarantined += quarantined
         # Epoch 0 is never a launch's: it stands for "no fence".
-        Fence(step, epoch, nonce) if epoch else None,
-        quarantined,
-    )
+        fence = Fence(step, epoch, nonce) if epoch else None
+        if fence is not None and (self.fence is None or self.fence.order < fence.order):
+            self.fence = fence
+        for launch in _LAUNCH.iter_unpack(data[_HEAD.size : generations_at]):
+            self.remembered.setdefault(Launch(*launch), node)
+        keys = [data[at : at + _GENERATION.size] for at in range(generations_at, copies_at, _GENERATION.size)]
+        self._bases.append(len(self._translate))
+        self._translate += [self.index.setdefault(key, len(self.index)) for key in keys]
+        self._tables.append(data[copies_at:damaged_at])
+        self._counts.append(copies)
+        self._add_damaged(node_id, data, damaged_at, damaged, keys)
 
+    def _add_damaged(self, node_id: str, data: bytes, at: int, count: int, keys: list[bytes]) -> None:
+        for _ in range(count):
+            number, rank, length = _DAMAGED.unpack_from(data, at)
+            at += _DAMAGED.size + length
+            reason = data[at - length : at].decode(errors="replace")
+            self.damaged.append((_generation(keys[number])[0], rank, f"{node_id}: {reason}"))
+        if at != len(data):
+            raise InternalError(f"inventory of {len(data)} bytes, expected {at}")
 
-def _decode_damaged(
-    data: bytes, at: int, count: int, generations: list[Generation]
-) -> tuple[tuple[Generation, int, str], ...]:
-    found = []
-    for _ in range(count):
-        number, rank, length = _DAMAGED.unpack_from(data, at)
-        at += _DAMAGED.size + length
-        found.append((generations[number], rank, data[at - length : at].decode(errors="replace")))
-    if at != len(data):
-        raise InternalError(f"inventory of {len(data)} bytes, expected {at}")
-    return tuple(found)
+    def copies(self) -> Table:
+        told = np.frombuffer(b"".join(self._tables), dtype=_COPY)
+        table = np.empty(len(told), dtype=_COPY_OF_NODE)
+        for name in _COPY.names or ():
+            table[name] = told[name]
+        table["node"] = np.repeat(np.arange(len(self._counts)), self._counts)
+        limits = np.diff([*self._bases, len(self._translate)])
+        if len(told):
+            if (told["generation"] >= np.repeat(limits, self._counts)).any():
+                raise InternalError("inventory: a copy of a generation that its node did not name")
+            numbers = np.repeat(self._bases, self._counts) + told["generation"]
+            table["generation"] = np.array(self._translate, dtype=np.uint32)[numbers]
+        return table
 
 
 def merge(nodes: Sequence[str], encoded: Iterable[bytes]) -> Inventory:
     """What all nodes hold together, from what each of them encoded; the newest fence counts."""
-    index: dict[tuple[Generation, int], int] = {}
-    remembered: dict[Launch, int] = {}
-    parts = []
-    damaged: list[tuple[Generation, int, str]] = []
-    fence: Fence | None = None
-    quarantined = 0
+    merger = _Merger()
     for number, data in enumerate(encoded):
-        one = _decode(data)
-        quarantined += one.quarantined
-        damaged += [(generation, rank, f"{nodes[number]}: {reason}") for generation, rank, reason in one.damaged]
-        if one.fence is not None and (fence is None or fence.order < one.fence.order):
-            fence = one.fence
-        for launch in one.launches:
-            remembered.setdefault(launch, number)
-        translate = np.array([index.setdefault(key, len(index)) for key in one.generations], dtype=np.uint32)
-        part = np.empty(len(one.copies), dtype=_COPY_OF_NODE)
-        part["node"] = number
-        for name in _COPY.names or ():
-            part[name] = one.copies[name]
-        if len(part):
-            part["generation"] = translate[one.copies["generation"]]
-        parts.append(part)
-    copies = np.concatenate(parts) if parts else np.empty(0, dtype=_COPY_OF_NODE)
-    return Inventory(tuple(nodes), tuple(index), copies, tuple(damaged), fence, quarantined, remembered)
+        merger.add(number, nodes[number], data)
+    return Inventory(
+        tuple(nodes),
+        tuple(map(_generation, merger.index)),
+        merger.copies(),
+        tuple(merger.damaged),
+        merger.fence,
+        merger.quarantined,
+        merger.remembered,
+    )
+
+
+def _generation(key: bytes) -> tuple[Generation, int]:
+    *generation, world = _GENERATION.unpack(key)
+    return Generation(*generation), world
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,21 +204,53 @@ class Copy:
     nodes: tuple[int, ...]  # indices of those that hold it, ascending
 
 
-def shards_of(inventory: Inventory, generation: Generation) -> dict[int, Copy]:
-    """Its shards by rank, each with its holders. For a generation whose copies agree (see choose.py)."""
-    (world,) = inventory.worlds(generation)
-    rows = inventory.of(generation)
-    found: dict[int, Copy] = {}
-    ranks, starts = np.unique(rows["rank"], return_index=True)
-    ends = [*starts[1:].tolist(), len(rows)]
-    nodes = rows["node"].tolist()
-    for rank, start, end in zip(ranks.tolist(), starts.tolist(), ends, strict=True):
-        row = rows[start]
-        found[rank] = Copy(
-            ShardId(generation, rank, world),
+class Copies:
+    """The shards of one generation with their holders: every rank has one, and copies of a rank agree."""
+
+    def __init__(self, generation: Generation, world: int, rows: Table) -> None:
+        """`rows` are of a complete generation, ordered by rank and node (see choose.py)."""
+        self.generation = generation
+        self.world = world
+        self._rows = rows
+        self._starts = np.searchsorted(rows["rank"], np.arange(world + 1))
+
+    @property
+    def is_complete(self) -> bool:
+        return bool((np.diff(self._starts) > 0).all())
+
+    def __getitem__(self, rank: int) -> Copy:
+        start, end = int(self._starts[rank]), int(self._starts[rank + 1])
+        row = self._rows[start]
+        return Copy(
+            ShardId(self.generation, rank, self.world),
             row["digest"].tobytes(),
             int(row["tag"]),
             int(row["size_bytes"]),
-            tuple(nodes[start:end]),
+            tuple(self._rows["node"][start:end].tolist()),
         )
-    return found
+
+    def on(self, node: int) -> list[int]:
+        """Ranks whose shards lie there, ascending."""
+        ranks: list[int] = self._rows["rank"][self._rows["node"] == node].tolist()
+        return ranks
+
+    def tellers(self) -> npt.NDArray[np.uint32]:
+        """By rank, the node that describes its shard to the others: the holders of a rank take turns."""
+        ranks = np.arange(self.world)
+        nodes: npt.NDArray[np.uint32] = self._rows["node"][self._starts[:-1] + ranks % np.diff(self._starts)]
+        return nodes
+
+    def without(self, bad: frozenset[tuple[int, int]]) -> Copies | None:
+        """The same without copies that turned out bad, as (node, rank). None where that changes nothing, or leaves a
+        shard without any."""
+        drop = np.zeros(len(self._rows), dtype=bool)
+        for node, rank in bad:
+            drop |= (self._rows["node"] == node) & (self._rows["rank"] == rank)
+        left = Copies(self.generation, self.world, self._rows[~drop])
+        return left if drop.any() and left.is_complete else None
+
+
+def copies_of(inventory: Inventory, generation: Generation) -> Copies:
+    """For a generation that choose() made a candidate."""
+    (world,) = inventory.worlds(generation)
+    return Copies(generation, world, inventory.of(generation))

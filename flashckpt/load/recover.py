@@ -15,7 +15,7 @@ from flashckpt.load import inventory as inventories
 from flashckpt.load.agree import StepBackError, agree
 from flashckpt.load.attempt import Attempt
 from flashckpt.load.choose import Choice, choose, explain
-from flashckpt.load.inventory import shards_of
+from flashckpt.load.inventory import copies_of
 from flashckpt.load.live import LiveTensors
 from flashckpt.load.plan import Transfer, plan
 from flashckpt.load.read import read
@@ -24,10 +24,10 @@ from flashckpt.state.flatten import Flat, flatten, restore
 from flashckpt.types import Launch, Timings, age_order
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, MutableMapping, Sequence
+    from collections.abc import Callable, MutableMapping, Sequence
 
     from flashckpt.load.ground import Ground
-    from flashckpt.load.inventory import Copy, Inventory
+    from flashckpt.load.inventory import Copies, Inventory
 
 log = logging.getLogger(__name__)
 
@@ -144,19 +144,19 @@ class Recovery:
         """
         stepped_over: list[str] = []
         for generation in choice.candidates:
-            shards: dict[int, Copy] | None = shards_of(inventory, generation)
-            while shards is not None:
-                attempt = Attempt(self._ground, generation, shards)
+            copies: Copies | None = copies_of(inventory, generation)
+            while copies is not None:
+                attempt = Attempt(self._ground, copies)
                 try:
                     return use(attempt), stepped_over
                 except BaseException as error:
                     attempt.close()
                     if not isinstance(error, StepBackError):
                         raise
-                    shards = _without(shards, error.fields.get("bad", frozenset()))
-                    going_on = "trying other copies" if shards is not None else "can't be used"
+                    copies = copies.without(error.fields.get("bad", frozenset()))
+                    going_on = "trying other copies" if copies is not None else "can't be used"
                     log.warning("%s: %s; %s", generation, error.message, going_on)
-                    if shards is None:
+                    if copies is None:
                         stepped_over.append(f"{generation}: {error.message}")
         raise self._unusable(choice, stepped_over)
 
@@ -271,15 +271,6 @@ def _plan(attempt: Attempt, rank: int, flat: Flat, live: LiveTensors, request: R
             )
     extra = catalogue.values(rank if rank < attempt.world else 0).extra
     return _ReadPlan(transfers, values, extra, keys, missing, frozenset(saved - wanted))
-
-
-def _without(shards: Mapping[int, Copy], bad: frozenset[tuple[int, int]]) -> dict[int, Copy] | None:
-    """The shards without copies that turned out bad. None where that changes nothing, or leaves one without any."""
-    left = {
-        rank: replace(copy, nodes=tuple(node for node in copy.nodes if (node, rank) not in bad))
-        for rank, copy in shards.items()
-    }
-    return left if left != shards and all(copy.nodes for copy in left.values()) else None
 
 
 def _live(state_dict: MutableMapping[Any, Any]) -> tuple[Flat, LiveTensors]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from flashckpt.load.catalogue import Catalogue
-    from flashckpt.load.inventory import Copy
+    from flashckpt.load.inventory import Copies
     from flashckpt.load.plan import Transfer
 
 # Rank whose shard it is → the chunks of it that are lacking, as ascending ranges that do not touch.
@@ -102,7 +102,7 @@ def union(many: Iterable[Needs], chunks: Mapping[int, int]) -> Needs:
 
 
 def plan_retrievals(
-    needs: Mapping[int, Needs], shards: Mapping[int, Copy], catalogue: Catalogue, places: Sequence[Place]
+    needs: Mapping[int, Needs], copies: Copies, catalogue: Catalogue, places: Sequence[Place]
 ) -> dict[int, tuple[Retrieval, ...]]:
     """For each node (by index) what to fetch, and from whom.
 
@@ -119,7 +119,7 @@ def plan_retrievals(
             jobs.append((-size, node, rank, whole, parts))
     planned: dict[int, list[Retrieval]] = {}
     for minus_size, node, rank, whole, parts in sorted(jobs, key=lambda job: job[:3]):
-        copy = shards[rank]
+        copy = copies[rank]
         holders = [holder for holder in copy.nodes if holder != node]
         if not holders:
             raise InternalError(f"{copy.shard}: {places[node].node_id} needs it, and nobody has it")

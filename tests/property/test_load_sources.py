@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from flashckpt.errors import InternalError
 from flashckpt.load.catalogue import Catalogue, Description
-from flashckpt.load.inventory import Copy
+from flashckpt.load.inventory import copies_of, encode, merge
 from flashckpt.load.plan import Transfer, Want
 from flashckpt.load.sources import (
     SPLIT_BYTES,
@@ -20,7 +20,7 @@ from flashckpt.load.sources import (
     plan_retrievals,
     union,
 )
-from flashckpt.types import Box, ChunkRange, Generation, ShardId, TensorEntry
+from flashckpt.types import Box, ChunkRange, Generation, Held, Holding, Level, NodeInventory, ShardId, TensorEntry
 
 CHUNK = 1 << 18
 GENERATION = Generation(5, 7, 100, 1)
@@ -40,10 +40,17 @@ def _no_values():
 
 
 def copies(holders, chunks):
-    return {
-        rank: Copy(ShardId(GENERATION, rank, len(holders)), bytes([rank]) * 16, 3, 4096 + n * CHUNK, tuple(nodes))
-        for rank, (nodes, n) in enumerate(zip(holders, chunks, strict=True))
-    }
+    nodes = range(max(max(some) for some in holders) + 1)
+    told = []
+    for node in nodes:
+        held = [
+            Held(ShardId(GENERATION, rank, len(holders)), bytes([rank]) * 16, 4096 + chunks[rank] * CHUNK, 3)
+            for rank, some in enumerate(holders)
+            if node in some
+        ]
+        holdings = tuple(Holding(one, Level.SEALED, verified=True) for one in held)
+        told.append(encode(NodeInventory(f"n{node}", holdings, None, 0, (), ())))
+    return copies_of(merge([f"n{node}" for node in nodes], told), GENERATION)
 
 
 def chunk_set(ranges):

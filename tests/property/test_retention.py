@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from flashckpt.errors import AmbiguousHistoryError
 from flashckpt.load.choose import choose
-from flashckpt.load.inventory import encode, merge, shards_of
+from flashckpt.load.inventory import copies_of, encode, merge
 from flashckpt.save.retention import State, judge, releasable
 from flashckpt.types import Fence, Generation, Held, Holding, Launch, Level, NodeInventory, ShardId, age_order
 
@@ -80,10 +80,14 @@ def test_what_nodes_encode_is_what_all_learn(tags, where, fence, quarantined):
     assert merged.quarantined == quarantined
     assert merged.damage(Generation(9, 9, 9, 9)) == [(0, "b: crc32c")]
     for generation in {shard.generation for shard in tags}:
-        found = shards_of(merged, generation)
+        found = copies_of(merged, generation)
         expected = {s.rank: s for s in tags if s.generation == generation}
-        assert {rank: copy.shard for rank, copy in found.items()} == expected
-        for copy in found.values():
+        assert found.is_complete == (len(expected) == WORLD)
+        for number in range(3):
+            assert set(found.on(number)) == {s.rank for s in nodes[number] if s.generation == generation}
+        for rank, shard in expected.items():
+            copy = found[rank]
+            assert copy.shard == shard
             assert copy.nodes == tuple(n for n in range(3) if copy.shard in nodes[n])
             assert copy.tag == tags[copy.shard]
 
