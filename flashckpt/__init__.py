@@ -23,6 +23,7 @@ from flashckpt.errors import (
     FlashError,
     IncompatibleError,
     InternalError,
+    MismatchError,
     MissingKeyError,
     NoSpaceError,
     NotFoundError,
@@ -40,10 +41,14 @@ if TYPE_CHECKING:
     import flashckpt.dcp as dcp
     from flashckpt.checkpointer import Checkpointer
     from flashckpt.load.result import LoadResult
+    from flashckpt.manager import CheckpointManager
     from flashckpt.save.handle import SaveHandle
     from flashckpt.state.flatten import PerRank
+    from flashckpt.training.stopping import install_signal_handlers
 
 _LAZY = {
+    "CheckpointManager": "flashckpt.manager",
+    "install_signal_handlers": "flashckpt.training.stopping",
     "Checkpointer": "flashckpt.checkpointer",
     "LoadResult": "flashckpt.load.result",
     "PerRank": "flashckpt.state.flatten",
@@ -66,6 +71,7 @@ __all__ = [
     "AmbiguousHistoryError",
     "BusyError",
     "CheckpointConfig",
+    "CheckpointManager",
     "Checkpointer",
     "ClosedError",
     "ConfigError",
@@ -80,6 +86,7 @@ __all__ = [
     "InternalError",
     "Level",
     "LoadResult",
+    "MismatchError",
     "MissingKeyError",
     "NoSpaceError",
     "NotFoundError",
@@ -94,4 +101,5 @@ __all__ = [
     "UnsupportedValueError",
     "UnusableError",
     "dcp",
+    "install_signal_handlers",
 ]

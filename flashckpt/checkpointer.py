@@ -25,6 +25,7 @@ from flashckpt.errors import (
     CorruptShardError,
     FencedError,
     FlashError,
+    NotFoundError,
     OtherRankError,
     UnsupportedValueError,
     UnusableError,
@@ -33,6 +34,7 @@ from flashckpt.group import PrivateGroup
 from flashckpt.launch import agree_launch, agree_topology
 from flashckpt.load.ground import Ground
 from flashckpt.load.memory import OwnMemory
+from flashckpt.load.readback import read_back
 from flashckpt.load.recover import Recovery, Request
 from flashckpt.save.handle import SaveHandle
 from flashckpt.save.overlap import Overlap
@@ -47,12 +49,13 @@ from flashckpt.store.slots import SlotStore
 from flashckpt.types import Fence, Generation, Launch, Level, Outcome, Session, ShardId, age_order
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, MutableMapping, Sequence
+    from collections.abc import Callable, Iterator, MutableMapping, Sequence
 
     import torch
     import torch.distributed as dist
 
     from flashckpt.load.memory import NodeMemory
+    from flashckpt.load.recover import Found
     from flashckpt.load.result import LoadResult
     from flashckpt.save.slots import Slots
     from flashckpt.store.slots import StoreStatus
@@ -256,12 +259,15 @@ class Checkpointer:
         cast: bool = False,
         allow_fresh: bool = False,
         read_only: bool = False,
+        screen: Callable[[Found], Callable[[str], bool]] | None = None,
     ) -> LoadResult | None:
         """Fills the state dict, in place, from the newest usable generation (or that of `step`). Collective.
 
         None means that the job has never saved anything. Where something exists but nothing is usable it raises
         UnusableError with the reason for each generation, unless `allow_fresh`. `keys` restricts the load to keys
-        with these prefixes; `strict=False` lets keys be missing on either side; `cast` converts dtypes.
+        with these prefixes; `strict=False` lets keys be missing on either side; `cast` converts dtypes. `screen` is
+        called with what was found before any tensor is read: it raises where that must not be loaded, or says which
+        keys to load.
 
         A load takes the job over: what other launches saved above the loaded step is dead from then on, and they
         can't save any more. `read_only=True` (an evaluation beside the training, say) leaves all that alone.
@@ -285,6 +291,7 @@ class Checkpointer:
                 cast=cast,
                 verify=self.config.verify,
                 threads=self._threads,
+                screen=screen,
             )
             try:
                 result = recovery.load(inventory, choice, state_dict, request)
@@ -420,6 +427,30 @@ class Checkpointer:
     def topology(self) -> Topology:
         self._check_enabled()
         return self._topology
+
+    @property
+    def launch_name(self) -> tuple[str, int]:
+        """A name that all ranks of this launch share and no other launch has, and how many they are."""
+        return f"{self.job}/{self._writer.launch.nonce:016x}", self._topology.world
+
+    def read_back(self, handle: SaveHandle) -> int:
+        """Reads this rank's shard of a sealed save and checks every byte; returns how many there are."""
+        with self._alone("read_back"):
+            self._check_enabled()
+            if handle.generation is None:
+                raise NotFoundError(f"step {handle.step}: {handle.reason or 'was not saved'}", step=handle.step)
+            shard = ShardId(handle.generation, self._topology.rank, self._topology.world)
+            return read_back(self._store, shard, self._settings.job, self._threads)
+
+    @property
+    def group(self) -> PrivateGroup:
+        """For what its owner has to agree on at a load; collective."""
+        self._check_enabled()
+        return self._group
+
+    @property
+    def disabled(self) -> bool:
+        return self._settings.disabled
 
     @property
     def threads(self) -> int:

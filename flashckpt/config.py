@@ -33,6 +33,7 @@ ENVIRONMENT = {
 # Ids that stay the same when the launcher restarts the job, best first.
 # Slurm gives each task of an array a job id of its own, and keeps it over a requeue.
 _STICKY_LAUNCHER_IDS = ("SLURM_JOB_ID", "LSB_JOBID", "PBS_JOBID", "TORCHELASTIC_RUN_ID")
+_ASYNC_MODES = ("disabled", "async", "async_with_pinned_mem")
 _UUID = re.compile(r"[0-9a-f]{8}-?([0-9a-f]{4}-?){3}[0-9a-f]{12}")
 
 
@@ -50,7 +51,7 @@ class CheckpointConfig:
     """Where the slow flush goes: a path or fsspec URL. Planned: so far it only names the job if nothing else does."""
 
     interval: int = 1
-    """Steps between saves that a manager makes by itself. Planned: no effect yet."""
+    """Steps between saves of a manager."""
 
     persist_interval: int | None = None
     """Steps between flushes to persist_dir. Planned: no effect yet."""
@@ -128,7 +129,34 @@ class CheckpointConfig:
     allow_torch_save: bool = False
     """Store values of other types as `torch.save` blobs, which load with weights_only=True."""
 
+    overlap: bool = True
+    """A manager copies beside the next forward and backward pass, and `optimizer.step()` waits only for what is not
+    copied yet. False: it copies in `save()`, where the host has no core to spare."""
+
+    async_mode: str | None = None
+    """The same by the names that TorchTitan uses: "disabled", "async" or "async_with_pinned_mem". None: `overlap`."""
+
+    fixed_steps: tuple[int, ...] = ()
+    """Steps that a manager saves in any case, also to persist_dir."""
+
+    enable_first_step_checkpoint: bool = True
+    """A manager saves step 1 to memory and reads it back: a job that can't save should show it at once."""
+
+    load_only: bool = False
+    """A manager loads but never saves."""
+
+    exclude_from_loading: tuple[str, ...] = ()
+    """Parts that a manager leaves as they are when it loads, e.g. ("optimizer", "lr_scheduler")."""
+
+    initial_load_path: str | None = None
+    """A checkpoint directory to start from where the job has saved nothing yet. Ignored as soon as it has, so that the
+    arguments of a job can stay the same when it is restarted."""
+
+    initial_load_model_only: bool = True
+    """Take only the model from initial_load_path."""
+
     def __post_init__(self) -> None:
+        self._check_manager()
         for name, minimum in (("interval", 1), ("replicas", 0), ("slots_per_rank", 2)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
@@ -160,6 +188,39 @@ class CheckpointConfig:
             )
         if self.job is not None and not 1 <= len(self.job.encode()) <= 256:
             raise ConfigError(f"job: expected 1 to 256 bytes, found {len(self.job.encode())}")
+
+    @property
+    def overlaps(self) -> bool:
+        return self.overlap if self.async_mode is None else self.async_mode.lower() != "disabled"
+
+    def _check_manager(self) -> None:
+        if self.async_mode is not None and (
+            not isinstance(self.async_mode, str) or self.async_mode.lower() not in _ASYNC_MODES
+        ):
+            raise ConfigError(f"async_mode: expected one of {_ASYNC_MODES}, found {self.async_mode!r}")
+        for name in ("overlap", "enable_first_step_checkpoint", "load_only", "initial_load_model_only"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}: expected True or False, found {getattr(self, name)!r}")
+        for name in ("exclude_from_loading", "fixed_steps"):
+            if not isinstance(getattr(self, name), (tuple, list, set, frozenset)):
+                raise ConfigError(f"{name}: expected a tuple, found {getattr(self, name)!r}")
+        if any(not isinstance(step, int) or step < 0 for step in self.fixed_steps):
+            raise ConfigError(f"fixed_steps: expected steps from 0 on, found {self.fixed_steps!r}")
+        if "model" in self.exclude_from_loading:
+            raise ConfigError(
+                "exclude_from_loading: the model can't be left out",
+                hint="leave load() out, or load a part with Checkpointer.load(keys=…)",
+            )
+        if "optimizer" in self.exclude_from_loading and "lr_scheduler" not in self.exclude_from_loading:
+            raise ConfigError(
+                "exclude_from_loading: 'optimizer' without 'lr_scheduler': the schedule would go on for an optimizer "
+                "that starts anew",
+                hint="exclude both, or none",
+            )
+        if self.initial_load_path is not None:
+            path = self.initial_load_path
+            if not path or not (os.path.isabs(path) or "://" in path):
+                raise ConfigError(f"initial_load_path: expected an absolute path or a URL, found {path!r}")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> CheckpointConfig:

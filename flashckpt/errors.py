@@ -6,7 +6,8 @@
     ├── ConflictError                                you: two calls at once that must not overlap
     ├── UnsupportedValueError  (TypeError)          you: a value in the state dict can't be saved
     ├── StructureError         (ValueError)         you: the state dict does not fit the checkpoint
-    │   └── MissingKeyError    (KeyError)            …a key is in one and not in the other
+    │   ├── MissingKeyError    (KeyError)            …a key is in one and not in the other
+    │   └── MismatchError                            …what was declared with compat= is not what is expected
     ├── UnsafeDirectoryError   (PermissionError)    the memory directory is not safely ours
     ├── NoSpaceError           (OSError)            busy: tmpfs, inodes, cgroup or budget is full
     ├── BusyError                                    busy: the previous generation is not complete
@@ -99,6 +100,12 @@ class MissingKeyError(StructureError, KeyError):
     """A key is missing on one side. Not raised with strict=False."""
 
     code = "FC-STR-002"
+
+
+class MismatchError(StructureError):
+    """What was declared with `compat=` at save is not what `expect=` says. No tensor was read."""
+
+    code = "FC-STR-003"
 
 
 class UnsafeDirectoryError(FlashError, PermissionError):

@@ -35,6 +35,16 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
+class Found:
+    """What is known of a generation before a tensor of it is read."""
+
+    step: int
+    saved_world_size: int
+    extra: Any
+    keys: frozenset[str]  # that this rank could ask for
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """What the caller of load() wants."""
 
@@ -44,8 +54,12 @@ class Request:
     cast: bool = False
     verify: bool = True
     threads: int = 1
+    screen: Callable[[Found], Callable[[str], bool]] | None = None  # which keys of what was found; may raise
+    keep: Callable[[str], bool] | None = None  # what the screen said
 
     def selects(self, fqn: str) -> bool:
+        if self.keep is not None and not self.keep(fqn):
+            return False
         return self.keys is None or any(self.matches(key, fqn) for key in self.keys)
 
     @staticmethod
@@ -253,7 +267,12 @@ class _ReadPlan:
 def _plan(attempt: Attempt, rank: int, flat: Flat, live: LiveTensors, request: Request) -> _ReadPlan:
     """Local. Raises what only the caller can mend: keys and shapes that do not fit."""
     catalogue = attempt.catalogue
-    saved = {fqn for fqn in catalogue.saved_keys(rank, attempt.stored) if request.selects(fqn)}
+    extra = catalogue.values(rank if rank < attempt.world else 0).extra
+    every = catalogue.saved_keys(rank, attempt.stored)
+    if request.screen is not None:
+        there = Found(attempt.generation.step, attempt.world, extra, frozenset(every))
+        request = replace(request, keep=request.screen(there))
+    saved = {fqn for fqn in every if request.selects(fqn)}
     wanted = {fqn for fqn in (*flat.tensors, *flat.values) if request.selects(fqn)}
     keys = wanted & saved
     _refuse_idle_keys(request, wanted | saved)
@@ -269,7 +288,6 @@ def _plan(attempt: Attempt, rank: int, flat: Flat, live: LiveTensors, request: R
             raise StructureError(
                 f"key {fqn!r}: expected a value as in the state dict, found a tensor in the checkpoint", key=fqn
             )
-    extra = catalogue.values(rank if rank < attempt.world else 0).extra
     return _ReadPlan(transfers, values, extra, keys, missing, frozenset(saved - wanted))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -32,6 +33,7 @@ class SaveHandle:
         self.generation = generation
         self.size_bytes = 0
         self.timings = SaveTimings()
+        self.reached: dict[Level, float] = {}  # when it got there, in seconds since 1970
         self.blocked_seconds = 0.0  # that the training thread was held, in save() and at the gate
         self.staging_completion: Future[None] = Future()
         self.upload_completion: Future[None] = Future()
@@ -46,6 +48,11 @@ class SaveHandle:
     @property
     def level(self) -> Level:
         return self._level
+
+    @property
+    def highest_level(self) -> Level:
+        """That its launch can bring it to."""
+        return self._highest
 
     @property
     def outcome(self) -> Outcome | None:
@@ -81,19 +88,30 @@ class SaveHandle:
             )
         return self._outcome or Outcome.OK
 
+    def has_reached(self, level: Level) -> bool:
+        """Reached, or known never to be."""
+        with self._changed:
+            return self._level >= level or bool(self._stopped)
+
     def advance(self, level: Level) -> None:
         with self._changed:
-            self._level = max(self._level, level)
+            self._reach(level)
             self._changed.notify_all()
         if level >= Level.STAGED and not self.staging_completion.done():
             self.staging_completion.set_result(None)
+
+    def _reach(self, level: Level) -> None:
+        now = time.time()
+        for passed in range(self._level + 1, level + 1):
+            self.reached[Level(passed)] = now
+        self._level = max(self._level, level)
 
     def stage(self) -> bool:
         """The copy is made. False where it was given up before: it must be thrown away."""
         with self._changed:
             if self._given_up:
                 return False
-            self._level = max(self._level, Level.STAGED)
+            self._reach(Level.STAGED)
             self._changed.notify_all()
         if not self.staging_completion.done():
             self.staging_completion.set_result(None)

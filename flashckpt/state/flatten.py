@@ -34,6 +34,19 @@ class PerRank:
         return f"PerRank({self.value!r})"
 
 
+class Whole:
+    """Marks a part that is one value, whatever it holds: its structure may differ between save and load.
+
+    A data loader's state in the middle of an epoch has other keys than at its start. Small tensors inside are fine.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"Whole({self.value!r})"
+
+
 @dataclass(slots=True)
 class Flat:
     """The leaves of a state dict in the order of its traversal."""
@@ -78,6 +91,8 @@ def _walk(flat: Flat, fqn: str, path: Path, value: Any, per_rank: bool) -> None:
             _walk(flat, f"{fqn}.{index}", (*path, index), item, per_rank)
     elif isinstance(value, PerRank):
         _walk(flat, fqn, path, value.value, True)
+    elif isinstance(value, Whole):
+        _put(flat, flat.values, fqn, path, value.value, per_rank)
     elif _is_stateful(value):
         flat.statefuls[fqn] = value.state_dict()
         _walk(flat, fqn, path, flat.statefuls[fqn], per_rank)
@@ -107,7 +122,7 @@ def _is_wrapper(value: Any) -> bool:
 
 def _holds_tensors(value: Any) -> bool:
     for item in value:
-        if isinstance(item, (torch.Tensor, Mapping, PerRank)) or _is_stateful(item):
+        if isinstance(item, (torch.Tensor, Mapping, PerRank, Whole)) or _is_stateful(item):
             return True
         if isinstance(item, (list, tuple)) and _holds_tensors(item):
             return True
@@ -140,6 +155,9 @@ def _rebuild(flat: Flat, values: Mapping[str, Any], owners: Collection[str], fqn
         return value
     if isinstance(value, PerRank):
         value.value = _rebuild(flat, values, owners, fqn, value.value)
+        return value
+    if isinstance(value, Whole):
+        value.value = values.get(fqn, value.value)
         return value
     if isinstance(value, Mapping) and value:
         rebuilt = {key: _rebuild(flat, values, owners, f"{fqn}.{key}", item) for key, item in value.items()}

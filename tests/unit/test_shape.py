@@ -26,6 +26,8 @@ OUTSIDE = {
     "save": {"torch", "state", "format", "store", "native", "agent", "rpc", "credentials", "placement"},
     "load": {"torch", "numpy", "rich", "state", "format", "store", "native", "save", "agent", "transport", "placement"},
     "checkpointer": {"torch", "state", "save", "load", "store", "join", "rpc", "agent"},
+    "training": {"torch", "numpy", "state", "save", "load", "manager"},
+    "manager": {"torch", "checkpointer", "training", "save", "load"},
     "dcp": {"torch", "checkpointer", "join", "state", "save", "load", "format", "store"},
     "devices": {"torch"},
     "group": {"torch"},
@@ -50,6 +52,9 @@ PURE = [
     "persist/meta.py",
     "persist/names.py",
     "persist/spec.py",
+    "training/policy.py",
+    "training/compat.py",
+    "training/names.py",
     "save/dedup.py",
     "save/retention.py",
     "load/choose.py",
@@ -134,6 +139,7 @@ def test_public_names():
         ),
         *("UnsupportedValueError", "UnusableError", "dcp"),
         *("AgentError", "DeniedError", "PeerError", "RetrieveError"),
+        *("CheckpointManager", "MismatchError", "install_signal_handlers"),
     }
 
 

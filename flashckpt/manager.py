@@ -1,0 +1,424 @@
+"""CheckpointManager: the whole training state in one object. `save` and `load` read as the list of their stages."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import signal
+import time
+from typing import TYPE_CHECKING, Any
+
+from flashckpt.checkpointer import Checkpointer
+from flashckpt.config import CheckpointConfig
+from flashckpt.errors import ClosedError, ConfigError, ConflictError, DeadlineError, FlashError
+from flashckpt.training.assemble import DATALOADER, KNOWN, TrainingState
+from flashckpt.training.gate import OptimizerGate
+from flashckpt.training.metrics import Event, Metrics, Recorder
+from flashckpt.training.names import Renaming
+from flashckpt.training.policy import Decision, decide
+from flashckpt.training.restore import Wish, screen, unwrap_extra, wrap_extra
+from flashckpt.training.rng import restore_rng
+from flashckpt.training.share import dataloader_of_rank_0
+from flashckpt.training.stopping import SignalHandlers, StopBoard
+from flashckpt.types import Level, Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+    import torch.distributed as dist
+
+    from flashckpt.load.result import LoadResult
+    from flashckpt.save.handle import SaveHandle
+    from flashckpt.training.assemble import Template
+    from flashckpt.training.compat import OnMismatch
+
+log = logging.getLogger(__name__)
+
+
+class CheckpointManager:
+    """Saves and restores model, optimizers, schedulers, data loader and random numbers. Make one on every rank.
+
+    `model` and `optimizer` may be lists (pipeline parts, several optimizers). `states` are further Stateful objects
+    or mappings by name. `save_policy(step) -> bool` replaces `config.interval`; `on_event` gets every `Event`, on the
+    training thread; `pre_snapshot` is called before each snapshot. Start and `load` are collective, `save` is local.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig | None = None,
+        *,
+        model: Any,
+        optimizer: Any = None,
+        lr_scheduler: Any = None,
+        dataloader: Any = None,
+        states: Mapping[str, Any] | None = None,
+        rng: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        save_policy: Callable[[int], bool] | None = None,
+        on_event: Callable[[Event], None] | None = None,
+        pre_snapshot: Callable[[], None] | None = None,
+    ) -> None:
+        self.config = config or CheckpointConfig()
+        self._state = TrainingState(
+            model=model,
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            dataloader=dataloader,
+            states=states,
+            rng=rng,
+        )
+        self._check_names("config.exclude_from_loading", self.config.exclude_from_loading)
+        self._policy = save_policy
+        self._pre_snapshot = pre_snapshot
+        self._recorder = Recorder(on_event)
+        self._handle: SaveHandle | None = None  # of the newest save
+        self._seen: int | None = None  # the step that `save` was last called for
+        self._said: tuple[Mapping[str, Any] | None, Mapping[str, Any] | None] = (None, None)  # extra, compat with it
+        self._loaded_step: int | None = None
+        self._locked = False
+        self._closed = False
+        self._signals: SignalHandlers | None = None
+        self._pending: dict[str, Any] = {}
+        self._checkpointer = Checkpointer(self.config, process_group=process_group)
+        self._gate = OptimizerGate(self.config.save_timeout, self._recorder.held)
+        self._gate.install(self._state.optimizers)
+
+    # --- save -----------------------------------------------------------------------------------------------
+
+    def should_save(self, step: int, *, last_step: bool = False, force: bool = False) -> bool:
+        """Whether `save` would save. Without effect, and the same on every rank."""
+        return self.decide(step, last_step=last_step, force=force).save
+
+    def decide(
+        self, step: int, *, last_step: bool = False, force: bool = False, persist: bool | None = None
+    ) -> Decision:
+        """As `should_save`, with the reason."""
+        return decide(step, self.config, last_step=last_step, force=force, persist=persist, policy=self._policy)
+
+    def save(
+        self,
+        step: int,
+        last_step: bool = False,
+        *,
+        force: bool = False,
+        persist: bool | None = None,
+        extra: Mapping[str, Any] | None = None,
+        compat: Mapping[str, Any] | None = None,
+    ) -> SaveHandle | None:
+        """Saves `step`, which has just been finished, if it is due; else None. Call it at every step, on every rank.
+
+        With `config.overlap` the copy goes on after this returns, and `optimizer.step()` waits for it; whoever
+        changes parameters otherwise calls `maybe_wait_for_staging()` before. `extra` comes back as
+        `LoadResult.extra`; `compat` is what a later `load(expect=…)` is compared with. `persist` asks for a copy in
+        persist_dir, or against it.
+        """
+        self._check_free("save")
+        stopping = self._signals is not None and self._signals.is_final(step)
+        decision = self.decide(step, last_step=last_step, force=force or stopping, persist=persist)
+        self._seen, self._said = step, (extra, compat)
+        if not decision.save:
+            self._recorder.poll()
+            return None
+        handle = self._snapshot(step, extra, compat)
+        if step == 1 and self.config.enable_first_step_checkpoint:
+            self._test_first(handle)
+        if stopping or last_step:
+            self._bring_home(handle, decision)
+        if stopping and self._signals is not None:
+            self._signals.finish()
+            if self._signals.exit_code is not None:
+                raise SystemExit(self._signals.exit_code)
+        return handle
+
+    def _snapshot(self, step: int, extra: Mapping[str, Any] | None, compat: Mapping[str, Any] | None) -> SaveHandle:
+        began = time.time()
+        overlap = self.config.overlaps and bool(self._state.optimizers)  # without a gate nothing holds the caller back
+        if self._pre_snapshot is not None:
+            self._pre_snapshot()
+        wrapped = wrap_extra(extra, self._state.parts, compat)
+        self.maybe_wait_for_staging()
+        taken = time.perf_counter()
+        state = self._state.capture(overlap=overlap)
+        captured = time.perf_counter() - taken
+        handle = self._checkpointer.save(step, state, extra=wrapped, overlap=overlap)
+        handle.blocked_seconds += captured
+        self._handle = handle
+        self._gate.close_behind(handle)
+        self._recorder.saved(handle, began)
+        return handle
+
+    def _test_first(self, handle: SaveHandle) -> None:
+        """The first step: a job that can't save, replicate or read back shows it now and not in an hour."""
+        self.maybe_wait_for_staging()
+        try:
+            outcome = handle.wait(Level.SEALED, self.config.save_timeout)
+            if outcome is Outcome.OK and not self._checkpointer.disabled:
+                self._checkpointer.read_back(handle)
+        except FlashError as error:
+            self._complain(handle, str(error), error)
+        else:
+            if outcome is Outcome.FAILED:
+                self._complain(handle, handle.reason, None)
+
+    def _complain(self, handle: SaveHandle, reason: str, error: FlashError | None) -> None:
+        log.error("step %d, the first: saving does not work here: %s", handle.step, reason)
+        if error is not None and self.config.on_save_error == "raise":
+            raise error
+
+    def _bring_home(self, handle: SaveHandle, decision: Decision) -> None:
+        """The last snapshot: as far as it gets, within the deadline."""
+        limit = self._signals.remaining if self._signals is not None and self._signals.requested else None
+        timeout = self.config.save_timeout if limit is None else limit
+        level = Level.PERSISTED if decision.persist else Level.REPLICATED
+        try:
+            outcome = handle.wait(min(level, handle.highest_level), timeout)
+        except DeadlineError as error:
+            log.warning("step %d, the last: %s", handle.step, error.message)
+        else:
+            log.info("step %d, the last: %s, %s %s", handle.step, handle.level.name.lower(), outcome, handle.reason)
+        self._recorder.poll()
+
+    # --- load -----------------------------------------------------------------------------------------------
+
+    def load(
+        self,
+        step: int | None = None,
+        *,
+        exclude_from_loading: Collection[str] | None = None,
+        strict: bool = True,
+        key_mapping: Mapping[str, str] | None = None,
+        expect: Mapping[str, Any] | None = None,
+        on_mismatch: OnMismatch = "raise",
+        cast: bool = False,
+        allow_fresh: bool = False,
+    ) -> LoadResult | None:
+        """Restores the newest usable checkpoint, or that of `step`. None: the job has never saved one. Collective.
+
+        `exclude_from_loading` names parts to leave as they are (instead of the config's). `strict=False` lets keys and
+        parts be missing. `key_mapping` renames: names of the model → names in the checkpoint. `expect` is compared
+        with what `save(compat=…)` declared, before any tensor is read.
+        """
+        self._check_free("load")
+        self.maybe_wait_for_staging()
+        excluded = self.config.exclude_from_loading if exclude_from_loading is None else exclude_from_loading
+        self._check_names("exclude_from_loading", excluded)
+        wanted = tuple(part for part in (*self._state.parts, DATALOADER) if part not in excluded)
+        wish = Wish(tuple(dict.fromkeys(wanted)), strict, expect, on_mismatch)
+        template = self._state.template(wish.parts)
+        with self._renamed(Renaming(key_mapping)):
+            result = self._checkpointer.load(
+                template.state_dict,
+                _newest_if_negative(step),
+                strict=strict,
+                cast=cast,
+                allow_fresh=allow_fresh,
+                screen=lambda found: screen(found, wish, self._state.optimizer),
+            )
+        return None if result is None else self._finish_load(result, template)
+
+    def _finish_load(self, result: LoadResult, template: Template) -> LoadResult:
+        """What needs to know the world that saved: the data loaders of new ranks, and the random numbers."""
+        world = self._checkpointer.topology.world
+        if world > result.saved_world_size:
+            dataloader_of_rank_0(template.dataloader, self._checkpointer.group, result.saved_world_size)
+        if template.dataloader.filled and self._state.dataloader is None:
+            self._pending[DATALOADER] = template.dataloader.value
+        if template.rng.filled and world == result.saved_world_size:
+            restore_rng(template.rng.value)  # last: the owners' load_state_dict may have drawn numbers
+        elif world != result.saved_world_size:
+            log.warning(
+                "step %d was saved by %d ranks, now there are %d: random numbers go on from this run's seeds",
+                result.step,
+                result.saved_world_size,
+                world,
+            )
+        self._handle, self._seen, self._loaded_step = None, result.step, result.step
+        extra, _ = unwrap_extra(result.extra)
+        self._recorder.loaded(result)
+        return dataclasses.replace(result, extra=extra)
+
+    @contextlib.contextmanager
+    def _renamed(self, renaming: Renaming) -> Iterator[None]:
+        owners = [owner for owner in (self._state.model, self._state.optimizer) if owner is not None]
+        for owner in owners:
+            owner.renaming = renaming
+        try:
+            yield
+        finally:
+            for owner in owners:
+                owner.renaming = Renaming()
+            if self._state.optimizer is not None:
+                self._state.optimizer.undo()
+
+    def apply_dataloader_state(self, dataloader: Any) -> bool:
+        """Hands a data loader that was made after `load` the state that was kept for it. False: there is none."""
+        return self.apply(DATALOADER, dataloader)
+
+    def apply(self, name: str, owner: Any) -> bool:
+        """Hands `owner` the state under `name` in `pending_states`."""
+        if owner is None or not hasattr(owner, "load_state_dict"):
+            self._pending.pop(name, None)
+            return False
+        if name == DATALOADER:
+            self._state.dataloader = owner
+        if name not in self._pending:
+            return False
+        owner.load_state_dict(self._pending.pop(name))
+        return True
+
+    @property
+    def pending_states(self) -> Mapping[str, Any]:
+        """States that were loaded and have no owner yet."""
+        return dict(self._pending)
+
+    # --- waiting --------------------------------------------------------------------------------------------
+
+    def maybe_wait_for_staging(self) -> float:
+        """Returns once parameters may be changed; the seconds it held the caller. `optimizer.step()` calls it."""
+        return self._gate.wait()
+
+    def wait(self, level: str | Level | None = None, timeout: float | None = None) -> Outcome | None:
+        """Waits until the newest save has reached `level`; by default the highest but disk that it can reach.
+
+        None: there is no save of this launch. Raises DeadlineError after `timeout` (default save_timeout) seconds.
+        """
+        self._check_open()
+        self.maybe_wait_for_staging()
+        if self._handle is None:
+            return None
+        if level is None:
+            level = min(Level.REPLICATED, self._handle.highest_level)
+        outcome = self._handle.wait(level, self.config.save_timeout if timeout is None else timeout)
+        self._recorder.poll()
+        return outcome
+
+    def flush_pending_save(self, timeout: float | None = None) -> Outcome | None:
+        """As `wait()`: call it before the structure of the model or `requires_grad` changes."""
+        return self.wait(timeout=timeout)
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Within it nothing copies and nothing may be saved or loaded: for changes outside of `optimizer.step()`."""
+        self._check_free("lock")
+        self.maybe_wait_for_staging()
+        self._checkpointer.settle()
+        self._locked = True
+        try:
+            yield
+        finally:
+            self._locked = False
+
+    @property
+    def is_pending(self) -> bool:
+        """A save is still on its way to the highest level but disk that it can reach."""
+        handle = self._handle
+        if handle is None or handle.outcome not in (None, Outcome.OK):
+            return False
+        return not handle.has_reached(min(Level.REPLICATED, handle.highest_level))
+
+    # --- looking --------------------------------------------------------------------------------------------
+
+    def all_steps(self) -> tuple[int, ...]:
+        """Steps that are complete in this node's memory, ascending."""
+        if self._checkpointer.disabled:
+            return ()
+        complete = (g.step for g, state, _ in self._checkpointer.status().generations if state == "complete")
+        return tuple(sorted(set(complete)))
+
+    def latest_step(self) -> int | None:
+        steps = self.all_steps()
+        return steps[-1] if steps else None
+
+    def peek_saved_step(self) -> int | None:
+        """The step that `load` would most likely find, from what this node knows. Never raises, moves nothing."""
+        try:
+            return self.latest_step()
+        except (FlashError, OSError) as error:
+            log.info("no saved step is known: %s", error)
+            return None
+
+    def metrics(self) -> Metrics:
+        return self._recorder.metrics(time.time())
+
+    @property
+    def checkpointer(self) -> Checkpointer:
+        return self._checkpointer
+
+    # --- signals, end ---------------------------------------------------------------------------------------
+
+    def install_signal_handlers(
+        self,
+        signals: Sequence[int] = (signal.SIGTERM, signal.SIGUSR1),
+        *,
+        deadline: float = 60.0,
+        exit_code: int | None = None,
+    ) -> SignalHandlers:
+        """See flashckpt.install_signal_handlers. `close` puts the previous handlers back."""
+        self._check_open()
+        if self._signals is not None:
+            self._signals.restore()
+        board = StopBoard(*(("", 1) if self._checkpointer.disabled else self._checkpointer.launch_name))
+        self._signals = SignalHandlers(signals, deadline, board, exit_code)
+        return self._signals
+
+    @property
+    def stop_requested(self) -> bool:
+        """The last snapshot was taken after a signal: the loop should end."""
+        return self._signals is not None and self._signals.finished
+
+    def finalize(self) -> SaveHandle | None:
+        """Saves the last step that `save` was called for, if it was not due then, and waits for it."""
+        self._check_free("finalize")
+        handle = self._handle
+        if self._seen is not None and self._seen > 0 and not self.config.load_only:
+            saved = handle is not None and handle.step == self._seen and handle.outcome in (None, Outcome.OK)
+            loaded = handle is None and self._loaded_step == self._seen
+            if not saved and not loaded:
+                handle = self.save(self._seen, last_step=True, extra=self._said[0], compat=self._said[1])
+        if handle is not None:
+            self._bring_home(handle, self.decide(handle.step, last_step=True))
+        return handle
+
+    def close(self) -> None:
+        """Waits for a copy that is under way, and lets go of hooks and handlers. May be called twice."""
+        if self._closed:
+            return
+        self._closed = True
+        self.maybe_wait_for_staging()
+        self._gate.remove()
+        if self._signals is not None:
+            self._signals.restore()
+        self._checkpointer.close()
+        self._recorder.poll()
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self.finalize()
+        finally:
+            self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("this CheckpointManager was closed")
+
+    def _check_free(self, doing: str) -> None:
+        self._check_open()
+        if self._locked:
+            raise ConflictError(f"{doing}() within lock()", hint="leave the `with manager.lock()` block first")
+
+    def _check_names(self, where: str, names: Collection[str]) -> None:
+        if isinstance(names, str):
+            raise ConfigError(f"{where}: expected a list of names, found the string {names!r}")
+        known = (*KNOWN, *self._state.states)
+        for name in names:
+            if name not in known:
+                raise ConfigError(f"{where}: {name!r} is no part of the state", hint=f"parts: {', '.join(known)}")
+
+
+def _newest_if_negative(step: int | None) -> int | None:
+    return None if step == -1 else step

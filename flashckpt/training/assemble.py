@@ -1,0 +1,182 @@
+"""The whole training state as one state dict: its parts, how a save takes them and how a load fills them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.stateful import Stateful
+
+from flashckpt.errors import ConfigError
+from flashckpt.state.flatten import PerRank, Whole
+from flashckpt.training.model import ModelState, model_parts
+from flashckpt.training.optimizer import OptimizerState, own
+from flashckpt.training.rng import capture_rng
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+log = logging.getLogger(__name__)
+
+MODEL, OPTIMIZER, SCHEDULER, DATALOADER, RNG = "model", "optimizer", "lr_scheduler", "dataloader", "rng"
+KNOWN = (MODEL, OPTIMIZER, SCHEDULER, DATALOADER, RNG)
+
+
+class Opaque:
+    """A Stateful that is one value to us; its owner takes it as it comes. Filled without an owner: kept."""
+
+    def __init__(self, hand_over: Callable[[Any], object] | None) -> None:
+        self._hand_over = hand_over
+        self.value: Any = None
+        self.filled = False
+
+    def state_dict(self) -> Whole:
+        return Whole(None)
+
+    def load_state_dict(self, state: Whole) -> None:
+        self.value, self.filled = state.value, True
+        if self._hand_over is not None:
+            self._hand_over(state.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """What a load fills, and the two parts that need a second look afterwards."""
+
+    state_dict: dict[str, Any]
+    dataloader: Opaque
+    rng: Opaque
+
+
+class TrainingState:
+    """What a manager was given. Captures it for a save; lays out what a load fills."""
+
+    def __init__(
+        self,
+        *,
+        model: Any,
+        optimizer: Any = None,
+        lr_scheduler: Any = None,
+        dataloader: Any = None,
+        states: Mapping[str, Any] | None = None,
+        rng: bool = True,
+    ) -> None:
+        self.model = None if model is None else ModelState(model_parts(model))
+        if optimizer is not None and self.model is None:
+            raise ConfigError("optimizer: expected a model as well", hint="its state goes by the model's names")
+        self.optimizer = (
+            OptimizerState(own(self.model.parts, optimizer)) if self.model and optimizer is not None else None
+        )
+        self.schedulers = _schedulers(lr_scheduler)
+        self.dataloader = _capable(dataloader)
+        self.states = _checked_states(states or {})
+        self.rng = rng
+
+    @property
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        return () if self.optimizer is None else tuple(one.optimizer for one in self.optimizer.owned)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Names of the parts that a save holds."""
+        present = {
+            MODEL: self.model is not None,
+            OPTIMIZER: self.optimizer is not None,
+            SCHEDULER: bool(self.schedulers),
+            DATALOADER: self.dataloader is not None,
+            RNG: self.rng,
+        }
+        return (*(name for name, there in present.items() if there), *self.states)
+
+    def capture(self, *, overlap: bool, only: Collection[str] | None = None) -> dict[str, Any]:
+        """The state as it is now. With `overlap`, only what `optimizer.step()` alone changes is left uncopied."""
+        wanted = [part for part in self.parts if only is None or part in only]
+        return {part: self._capture(part, overlap) for part in wanted}
+
+    def _capture(self, part: str, overlap: bool) -> Any:
+        if part == MODEL and self.model is not None:
+            return self.model.capture(overlap)
+        if part == OPTIMIZER and self.optimizer is not None:
+            return self.optimizer.capture(overlap)
+        if part == SCHEDULER:
+            return {str(number): Whole(one.state_dict()) for number, one in enumerate(self.schedulers)}
+        if part == DATALOADER:
+            return PerRank(Whole(self.dataloader.state_dict()))
+        if part == RNG:
+            return PerRank(Whole(capture_rng()))
+        value = self.states[part]
+        return _copied(value) if overlap else value
+
+    def template(self, parts: Collection[str]) -> Template:
+        """What a load fills, asked for lazily: a load that finds nothing must leave no trace."""
+        laid: dict[str, Any] = {}
+        dataloader, rng = Opaque(None if self.dataloader is None else self.dataloader.load_state_dict), Opaque(None)
+        if MODEL in parts and self.model is not None:
+            laid[MODEL] = self.model
+        if OPTIMIZER in parts and self.optimizer is not None:
+            laid[OPTIMIZER] = self.optimizer
+        if SCHEDULER in parts:
+            laid[SCHEDULER] = {str(n): Opaque(one.load_state_dict) for n, one in enumerate(self.schedulers)}
+        # Also where the manager has no loader yet: its state is kept until there is one.
+        if DATALOADER in parts:
+            laid[DATALOADER] = PerRank(dataloader)
+        if RNG in parts:
+            laid[RNG] = PerRank(rng)
+        laid.update({name: state for name, state in self.states.items() if name in parts})
+        return Template(laid, dataloader, rng)
+
+
+def _schedulers(lr_scheduler: Any) -> tuple[Any, ...]:
+    if lr_scheduler is None:
+        return ()
+    schedulers = tuple(lr_scheduler) if isinstance(lr_scheduler, (list, tuple)) else (lr_scheduler,)
+    for one in schedulers:
+        if not isinstance(one, Stateful):
+            raise ConfigError(
+                f"lr_scheduler: expected state_dict() and load_state_dict(), found a {type(one).__name__} without"
+            )
+    return schedulers
+
+
+def _capable(dataloader: Any) -> Any:
+    if dataloader is None or isinstance(dataloader, Stateful):
+        return dataloader
+    log.warning(
+        "dataloader: a %s has no state_dict(): its position is not saved, and a resumed run starts it anew. "
+        "torchdata's StatefulDataLoader has one",
+        type(dataloader).__name__,
+    )
+    return None
+
+
+def _checked_states(states: Mapping[str, Any]) -> dict[str, Any]:
+    for name, state in states.items():
+        if not isinstance(name, str) or not name or "." in name or name.startswith("\x1f"):
+            raise ConfigError(f"states: expected names without dots, found {name!r}")
+        if name in KNOWN:
+            raise ConfigError(f"states: {name!r} is the name of a part of its own", hint=f"pass it as {name}=")
+        inner = state.value if isinstance(state, PerRank) else state
+        if not isinstance(inner, (Stateful, Mapping)):
+            raise ConfigError(
+                f"states[{name!r}]: expected a mapping, or an object with state_dict() and load_state_dict(), "
+                f"found a {type(inner).__name__}"
+            )
+    return dict(states)
+
+
+def _copied(value: Any) -> Any:
+    """With its tensors copied, since nobody knows when the owner changes them."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, PerRank):
+        return PerRank(_copied(value.value))
+    if isinstance(value, Mapping):
+        return {key: _copied(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_copied, value))
+    if isinstance(value, Stateful) and not isinstance(value, type):
+        return _copied(value.state_dict())
+    return value

@@ -1,0 +1,117 @@
+"""What saving costs and how far it got, as figures; and events for whoever wants to send them somewhere."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from flashckpt.types import Level, Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from flashckpt.load.result import LoadResult
+    from flashckpt.save.handle import SaveHandle
+
+log = logging.getLogger(__name__)
+
+_REMEMBERED = 16
+_LEVELS = (Level.STAGED, Level.SEALED, Level.REPLICATED, Level.PERSISTED)
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened to one step. Sent on the training thread, at the call that follows it."""
+
+    kind: str  # "saved", "held" (optimizer.step() had to wait), a level that was reached, "failed", "skipped", "loaded"
+    step: int
+    seconds: float = 0.0  # what it took: of the training thread for "saved" and "held", since the save for a level
+    size_bytes: int = 0
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """Of this rank since it started."""
+
+    saves: dict[str, int] = field(default_factory=dict)  # by outcome
+    blocked_seconds: float = 0.0  # of the training thread, in save() and at the gate, all saves together
+    last_blocked_seconds: float = 0.0
+    saved_bytes: int = 0
+    newest_step: dict[str, int] = field(default_factory=dict)  # by level
+    age_seconds: dict[str, float] = field(default_factory=dict)  # of the newest generation at each level
+    load_seconds: float = 0.0
+
+
+class Recorder:
+    """Follows the saves of one manager. Used by the training thread alone."""
+
+    def __init__(self, on_event: Callable[[Event], None] | None) -> None:
+        self._on_event = on_event
+        self._recent: deque[_Followed] = deque(maxlen=_REMEMBERED)
+        self._saves = {outcome.value: 0 for outcome in Outcome}
+        self._blocked = 0.0
+        self._bytes = 0
+        self._newest: dict[Level, tuple[int, float]] = {}
+        self._load_seconds = 0.0
+
+    def saved(self, handle: SaveHandle, now: float) -> None:
+        self._recent.append(_Followed(handle, now))
+        self._blocked += handle.blocked_seconds
+        self._send(Event("saved", handle.step, handle.blocked_seconds))
+        self.poll()
+
+    def held(self, handle: SaveHandle, seconds: float) -> None:
+        self._blocked += seconds
+        self._send(Event("held", handle.step, seconds))
+
+    def loaded(self, result: LoadResult) -> None:
+        self._load_seconds = result.timings.total
+        self._send(Event("loaded", result.step, result.timings.total, reason=result.source))
+
+    def poll(self) -> None:
+        """Takes note of what happened in the background."""
+        for one in self._recent:
+            handle = one.handle
+            for level in _LEVELS:
+                if level in handle.reached and level not in one.told:
+                    one.told.add(level)
+                    at = handle.reached[level]
+                    self._newest[level] = max(self._newest.get(level, (-1, 0.0)), (handle.step, at))
+                    self._send(Event(level.name.lower(), handle.step, at - one.began, handle.size_bytes))
+            if handle.outcome is not None and not one.ended:
+                one.ended = True
+                self._saves[handle.outcome.value] += 1
+                self._bytes += handle.size_bytes
+                if handle.outcome is not Outcome.OK:
+                    self._send(Event(handle.outcome.value, handle.step, reason=handle.reason))
+
+    def metrics(self, now: float) -> Metrics:
+        self.poll()
+        return Metrics(
+            saves=dict(self._saves),
+            blocked_seconds=self._blocked,
+            last_blocked_seconds=self._recent[-1].handle.blocked_seconds if self._recent else 0.0,
+            saved_bytes=self._bytes,
+            newest_step={level.name.lower(): step for level, (step, _) in self._newest.items()},
+            age_seconds={level.name.lower(): max(0.0, now - at) for level, (_, at) in self._newest.items()},
+            load_seconds=self._load_seconds,
+        )
+
+    def _send(self, event: Event) -> None:
+        if self._on_event is None:
+            return
+        try:
+            self._on_event(event)
+        except Exception:
+            log.exception("on_event failed for %s of step %d; training goes on", event.kind, event.step)
+
+
+@dataclass(slots=True)
+class _Followed:
+    handle: SaveHandle
+    began: float
+    told: set[Level] = field(default_factory=set)
+    ended: bool = False

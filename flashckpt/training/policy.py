@@ -1,0 +1,70 @@
+"""When to save. Pure: a step and the settings in, a decision with its reason out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from flashckpt.config import CheckpointConfig
+
+SavePolicy = "Callable[[int], bool]"
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    save: bool
+    persist: bool  # bring it to persist_dir too
+    reason: str
+
+
+def decide(
+    step: int,
+    config: CheckpointConfig,
+    *,
+    last_step: bool = False,
+    force: bool = False,
+    persist: bool | None = None,
+    policy: Callable[[int], bool] | None = None,
+) -> Decision:
+    """Every rank has to come to the same answer: nothing here looks at a clock or at this rank's progress."""
+    if config.load_only:
+        return Decision(False, False, "load_only is set")
+    due_on_disk = config.persist_dir is not None and _due_on_disk(step, config)
+    wanted = due_on_disk or (last_step and config.persist_dir is not None) if persist is None else persist
+    for applies, reason in (
+        (force, "forced"),
+        (last_step, "the last step"),
+        (persist is True, "asked to persist"),
+        (step == 1 and config.enable_first_step_checkpoint, "the first step: shows that saving works"),
+        (step in config.fixed_steps, "one of fixed_steps"),
+        (due_on_disk, f"a multiple of persist_interval {config.persist_interval}"),
+    ):
+        if applies:
+            return Decision(True, wanted, reason)
+    if policy is not None:
+        saves = policy(step)
+        return Decision(saves, wanted and saves, "save_policy says so" if saves else "save_policy says not now")
+    if step > 0 and step % config.interval == 0:
+        return Decision(True, wanted, f"a multiple of interval {config.interval}")
+    return Decision(False, False, f"not a multiple of interval {config.interval}")
+
+
+def _due_on_disk(step: int, config: CheckpointConfig) -> bool:
+    if step in config.fixed_steps:
+        return True
+    return config.persist_interval is not None and step > 0 and step % config.persist_interval == 0
+
+
+def power2_window(start: int, stop: int) -> Callable[[int], bool]:
+    """A policy: at `start` and `start + 2^k` up to `stop`, where loss curves change fastest."""
+    if not 0 <= start < stop:
+        raise ValueError(f"window: expected 0 <= start < stop, found {start} and {stop}")
+
+    def policy(step: int) -> bool:
+        ahead = step - start
+        return start <= step <= stop and (ahead == 0 or ahead & (ahead - 1) == 0)
+
+    return policy

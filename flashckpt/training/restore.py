@@ -1,0 +1,107 @@
+"""What a load takes of the checkpoint it found, decided before a tensor is read."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from flashckpt.errors import ConfigError, MissingKeyError
+from flashckpt.training.assemble import DATALOADER, MODEL, OPTIMIZER, RNG
+from flashckpt.training.compat import OnMismatch, guard
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable
+
+    from flashckpt.load.recover import Found
+    from flashckpt.training.optimizer import OptimizerState
+
+log = logging.getLogger(__name__)
+
+OURS = "flashckpt"  # key of a manager's own entry in `extra`
+_STATE = f"{OPTIMIZER}.state."
+
+
+def wrap_extra(
+    extra: Mapping[str, Any] | None, parts: Iterable[str], compat: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """The user's extra with the manager's entry beside it."""
+    if extra is not None and not isinstance(extra, Mapping):
+        raise ConfigError(f"extra: expected a mapping, found a {type(extra).__name__}")
+    if compat is not None and not isinstance(compat, Mapping):
+        raise ConfigError(f"compat: expected a mapping, found a {type(compat).__name__}")
+    if extra is not None and OURS in extra:
+        raise ConfigError(f"extra: the key {OURS!r} is the manager's own", hint="use another name")
+    return {**(extra or {}), OURS: {"manager": 1, "parts": list(parts), "compat": dict(compat or {})}}
+
+
+def unwrap_extra(extra: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(the user's extra, the manager's entry); what somebody else saved has no entry."""
+    if not isinstance(extra, Mapping):
+        return {}, {}
+    user = dict(extra)
+    ours = user.pop(OURS, {})
+    return user, ours if isinstance(ours, dict) else {}
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What the caller of `load` asked for."""
+
+    parts: tuple[str, ...]  # of the manager, without those excluded
+    strict: bool
+    expect: Mapping[str, Any] | None
+    on_mismatch: OnMismatch
+
+
+def choose_parts(wish: Wish, saved: Collection[str], step: int) -> tuple[tuple[str, ...], str]:
+    """The parts to load, and why not all. Raises MissingKeyError for one that must not be missing."""
+    if step == 0:
+        return tuple(part for part in wish.parts if part == MODEL), "step 0 is a seed checkpoint: only the model"
+    absent = [part for part in wish.parts if part not in saved]
+    needed = [part for part in absent if part not in (RNG, DATALOADER)]
+    if MODEL in absent or (needed and wish.strict):
+        raise MissingKeyError(
+            f"step {step}: expected {', '.join(needed)}, found a checkpoint of {', '.join(sorted(saved)) or 'nothing'}",
+            hint="pass exclude_from_loading=[…] to leave a part as it is, or strict=False",
+            keys=needed,
+            step=step,
+        )
+    return tuple(part for part in wish.parts if part in saved), f"not saved: {', '.join(absent)}" if absent else ""
+
+
+def screen(found: Found, wish: Wish, optimizer: OptimizerState | None) -> Callable[[str], bool]:
+    """Guards, then says which keys to load. Also tells the optimizer which parameters have state."""
+    _, ours = unwrap_extra(found.extra)
+    guard(found.step, ours.get("compat", {}), wish.expect, wish.on_mismatch)
+    saved = set(ours.get("parts", ())) or {key.partition(".")[0] for key in found.keys}
+    parts, reason = choose_parts(wish, saved, found.step)
+    if reason:
+        log.warning("step %d: %s", found.step, reason)
+    left = sorted(saved - set(parts))
+    if left:
+        log.info("step %d: left as they are: %s", found.step, ", ".join(left))
+    chosen = frozenset(parts)
+    if optimizer is None or OPTIMIZER not in chosen:
+        return lambda key: key.partition(".")[0] in chosen
+    optimizer.saved_parameters = _ancestors(key[len(_STATE) :] for key in found.keys if key.startswith(_STATE))
+    without_state = optimizer.unfilled()
+
+    def keep(key: str) -> bool:
+        if key.partition(".")[0] not in chosen:
+            return False
+        # A parameter that never got a gradient has no state in the checkpoint, but room was made for one here.
+        return not (without_state and key.startswith(_STATE) and _ancestors([key[len(_STATE) :]]) & without_state)
+
+    return keep
+
+
+def _ancestors(keys: Iterable[str]) -> set[str]:
+    found = set()
+    for key in keys:
+        head = key.rpartition(".")[0]
+        while head and head not in found:
+            found.add(head)
+            head = head.rpartition(".")[0]
+    return found

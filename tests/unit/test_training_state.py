@@ -1,0 +1,224 @@
+"""Model, optimizer and random state: what is captured, and that fresh objects get all of it back."""
+
+from __future__ import annotations
+
+import logging
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from flashckpt import ConfigError, PerRank, StructureError
+from flashckpt.state.flatten import Whole, flatten
+from flashckpt.training.assemble import TrainingState
+from flashckpt.training.model import ModelState
+from flashckpt.training.optimizer import OptimizerState, own
+from flashckpt.training.rng import capture_rng, restore_rng
+
+
+def step(model, optimizer, batch=None):
+    model(torch.randn(4, 4) if batch is None else batch).pow(2).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# --- optimizer --------------------------------------------------------------------------------------------
+
+
+def test_capturing_a_fresh_optimizer_does_not_make_it_take_a_step():
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    stepped = []
+    optimizer.register_step_post_hook(lambda *_: stepped.append(1))
+    captured = OptimizerState(own([model], optimizer)).capture(overlap=False)
+    assert captured["state"] == {}
+    assert captured["param_groups"]["weight"]["lr"] == 1e-3
+    assert not stepped
+    assert not optimizer.state
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("with_gradients", [False, True])
+def test_a_fresh_optimizer_makes_room_for_its_moments(with_gradients):
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    if with_gradients:  # torch would take that for "initialised" and make no room
+        model(torch.randn(2, 4)).sum().backward()
+    gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    before = model.weight.clone()
+    state = OptimizerState(own([model], optimizer))
+    assert set(state.state_dict()["state"]["weight"]) == {"step", "exp_avg", "exp_avg_sq"}
+    assert torch.equal(model.weight, before)
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        assert (parameter.grad is None) == (gradient is None)
+        assert gradient is None or torch.equal(parameter.grad, gradient)
+    state.undo()
+    assert not optimizer.state  # nothing was loaded: it is as fresh as before
+
+
+def test_parameters_without_state_have_none_afterwards():
+    model = nn.ModuleDict({"used": nn.Linear(4, 4), "unused": nn.Linear(4, 4)})
+    optimizer = torch.optim.AdamW(model.parameters())
+    model["used"](torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+    saved = OptimizerState(own([model], optimizer)).capture(overlap=False)
+    assert set(saved["state"]) == {"used.weight", "used.bias"}
+
+    other = nn.ModuleDict({"used": nn.Linear(4, 4), "unused": nn.Linear(4, 4)})
+    fresh = torch.optim.AdamW(other.parameters())
+    state = OptimizerState(own([other], fresh))
+    template = state.state_dict()
+    assert "unused.weight" in template["state"]
+    state.saved_parameters = {"used.weight", "used.bias"}
+    assert state.unfilled() == {"unused.weight", "unused.bias"}
+    for name, values in saved["state"].items():
+        template["state"][name].update(values)
+    state.load_state_dict(template)
+    assert set(fresh.state) == {other["used"].weight, other["used"].bias}
+
+
+def test_groups_that_were_split_otherwise_are_refused():
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD([{"params": [model.weight, model.bias]}], lr=0.1)
+    state = OptimizerState(own([model], optimizer))
+    template = state.state_dict()
+    template["param_groups"]["bias"]["weight_decay"] = 0.5
+    with pytest.raises(StructureError, match=r"'weight' and 'bias' are in one group now.*weight_decay 0 and 0\.5"):
+        state.load_state_dict(template)
+
+
+def test_a_learning_rate_that_is_a_tensor_is_copied_when_overlapping():
+    model = nn.Linear(4, 4)
+    rate = torch.tensor(0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    state = OptimizerState(own([model], optimizer))
+    assert state.capture(overlap=False)["param_groups"]["weight"]["lr"] is rate
+    captured = state.capture(overlap=True)
+    rate.fill_(0.7)
+    assert captured["param_groups"]["weight"]["lr"] == torch.tensor(0.1)
+
+
+def test_optimizers_that_do_not_fit_the_model():
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match="2 of 2 parameters of SGD are not the model's"):
+        own([model], torch.optim.SGD(other.parameters()))
+    with pytest.raises(ConfigError, match="has parameters of 2 parts"):
+        own([model, other], torch.optim.SGD([*model.parameters(), *other.parameters()]))
+    with pytest.raises(ConfigError, match="two optimizers have the same parameter"):
+        own([model], [torch.optim.SGD(model.parameters()), torch.optim.SGD(model.parameters())])
+    with pytest.raises(ConfigError, match="expected a torch optimizer"):
+        own([model], object())
+    two = own([model], [torch.optim.SGD([model.weight]), torch.optim.AdamW([model.bias])])
+    assert [owned.part for owned in two] == [model, model]
+
+
+# --- model ------------------------------------------------------------------------------------------------
+
+
+def test_buffers_are_copied_when_overlapping_and_parameters_are_not():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    captured = ModelState([model]).capture(overlap=True)
+    assert captured["0.weight"].data_ptr() == model[0].weight.data_ptr()
+    before = model[1].running_mean.clone()
+    model(torch.randn(8, 4))  # a forward pass changes the running mean
+    assert not torch.equal(model[1].running_mean, before)
+    assert torch.equal(captured["1.running_mean"], before)
+    assert ModelState([model]).capture(overlap=False)["1.running_mean"].data_ptr() == model[1].running_mean.data_ptr()
+
+
+def test_parts_with_the_same_names_are_refused():
+    with pytest.raises(StructureError, match="key 'weight': two parts of the model have it"):
+        ModelState([nn.Linear(2, 2), nn.Linear(2, 2)]).capture(overlap=False)
+
+
+def test_tied_weights_stay_one_tensor():
+    model = nn.ModuleDict({"embed": nn.Embedding(5, 3), "head": nn.Linear(3, 5, bias=False)})
+    model["head"].weight = model["embed"].weight
+    state = ModelState([model])
+    captured = state.state_dict()
+    assert captured["embed.weight"].data_ptr() == captured["head.weight"].data_ptr()
+    state.load_state_dict(captured)
+    assert model["head"].weight is model["embed"].weight
+
+
+# --- random numbers ---------------------------------------------------------------------------------------
+
+
+def draw():
+    return random.random(), float(np.random.rand()), torch.rand(3).tolist(), np.random.randn(), random.gauss(0, 1)
+
+
+def test_every_generator_goes_on_where_it_was():
+    np.random.randn()  # leaves a second number waiting
+    state = capture_rng()
+    wanted = draw()
+    draw()
+    restore_rng(state)
+    assert draw() == wanted
+    assert {"python", "torch", "numpy"} <= set(state)
+
+
+# --- the whole --------------------------------------------------------------------------------------------
+
+
+class Counter:
+    def __init__(self, value=0):
+        self.value = torch.tensor([value])
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+
+
+def test_parts_and_what_is_per_rank():
+    model = nn.Linear(2, 2)
+    state = TrainingState(model=model, dataloader=Counter(), states={"counter": Counter(5), "plain": {"a": 1}})
+    assert state.parts == ("model", "dataloader", "rng", "counter", "plain")
+    flat = flatten(state.capture(overlap=False))
+    assert flat.per_rank == {"dataloader", "rng"}
+    assert flat.values["plain.a"] == 1
+
+
+def test_states_of_the_users_are_copied_when_overlapping():
+    counter = Counter(5)
+    captured = TrainingState(model=None, states={"counter": counter, "own": PerRank({"t": [counter.value]})}, rng=False)
+    taken = captured.capture(overlap=True)
+    counter.value.fill_(9)
+    assert taken["counter"]["value"].item() == 5
+    assert taken["own"].value["t"][0].item() == 5
+
+
+def test_bad_parts():
+    model = nn.Linear(2, 2)
+    for states, message in (
+        ({"model": {}}, "is the name of a part of its own"),
+        ({"a.b": {}}, "names without dots"),
+        ({"x": 5}, "expected a mapping"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            TrainingState(model=model, states=states)
+    with pytest.raises(ConfigError, match="expected a torch module"):
+        TrainingState(model={"weight": 1})
+    with pytest.raises(ConfigError, match="at least one module"):
+        TrainingState(model=[])
+    with pytest.raises(ConfigError, match="expected a model as well"):
+        TrainingState(model=None, optimizer=torch.optim.SGD(model.parameters()))
+    with pytest.raises(ConfigError, match="lr_scheduler: expected state_dict"):
+        TrainingState(model=model, lr_scheduler=object())
+
+
+def test_a_loader_without_state_is_left_out_with_a_warning(caplog):
+    with caplog.at_level(logging.WARNING):
+        state = TrainingState(model=None, dataloader=[1, 2, 3])
+    assert "dataloader" not in state.parts
+    assert "its position is not saved" in caplog.text
+
+
+def test_whole_is_one_leaf_whatever_it_holds():
+    flat = flatten({"a": Whole({"x": {"y": 1}, "t": torch.ones(1)}), "b": [Whole({"z": 1})]})
+    assert set(flat.values) == {"a", "b.0"}
+    assert not flat.tensors
