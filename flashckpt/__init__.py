@@ -19,6 +19,7 @@ from flashckpt.errors import (
     CorruptShardError,
     DeadlineError,
     DeniedError,
+    ExistsError,
     FencedError,
     FlashError,
     IncompatibleError,
@@ -40,6 +41,14 @@ from flashckpt.types import Generation, Level, Outcome
 if TYPE_CHECKING:
     import flashckpt.dcp as dcp
     from flashckpt.checkpointer import Checkpointer
+    from flashckpt.discover import (
+        checkpoint_dirname,
+        contains_checkpoint,
+        dir_is_checkpoint,
+        find_checkpoints,
+        latest_checkpoint,
+        peek,
+    )
     from flashckpt.load.result import LoadResult
     from flashckpt.manager import CheckpointManager
     from flashckpt.save.handle import SaveHandle
@@ -49,6 +58,12 @@ if TYPE_CHECKING:
 _LAZY = {
     "CheckpointManager": "flashckpt.manager",
     "install_signal_handlers": "flashckpt.training.stopping",
+    "checkpoint_dirname": "flashckpt.discover",
+    "contains_checkpoint": "flashckpt.discover",
+    "dir_is_checkpoint": "flashckpt.discover",
+    "find_checkpoints": "flashckpt.discover",
+    "latest_checkpoint": "flashckpt.discover",
+    "peek": "flashckpt.discover",
     "Checkpointer": "flashckpt.checkpointer",
     "LoadResult": "flashckpt.load.result",
     "PerRank": "flashckpt.state.flatten",
@@ -79,6 +94,7 @@ __all__ = [
     "CorruptShardError",
     "DeadlineError",
     "DeniedError",
+    "ExistsError",
     "FencedError",
     "FlashError",
     "Generation",
@@ -100,6 +116,12 @@ __all__ = [
     "UnsafeDirectoryError",
     "UnsupportedValueError",
     "UnusableError",
+    "checkpoint_dirname",
+    "contains_checkpoint",
     "dcp",
+    "dir_is_checkpoint",
+    "find_checkpoints",
     "install_signal_handlers",
+    "latest_checkpoint",
+    "peek",
 ]

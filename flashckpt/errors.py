@@ -4,6 +4,7 @@
     ├── ConfigError            (ValueError)         you: a setting or argument is wrong
     ├── ClosedError                                  you: used after close()
     ├── ConflictError                                you: two calls at once that must not overlap
+    ├── ExistsError            (FileExistsError)    you: what is to be written is there already
     ├── UnsupportedValueError  (TypeError)          you: a value in the state dict can't be saved
     ├── StructureError         (ValueError)         you: the state dict does not fit the checkpoint
     │   ├── MissingKeyError    (KeyError)            …a key is in one and not in the other
@@ -82,6 +83,12 @@ class ConflictError(FlashError):
     """Two calls overlap that must not. A save that only has to wait is a BusyError."""
 
     code = "FC-USE-002"
+
+
+class ExistsError(FlashError, FileExistsError):
+    """What is to be written is there already. Nothing was touched. Not for steps, which may be saved again."""
+
+    code = "FC-USE-003"
 
 
 class UnsupportedValueError(FlashError, TypeError):

@@ -13,6 +13,7 @@ from flashckpt.checkpointer import Checkpointer
 from flashckpt.config import CheckpointConfig
 from flashckpt.errors import ClosedError, ConfigError, ConflictError, DeadlineError, FlashError
 from flashckpt.training.assemble import DATALOADER, KNOWN, TrainingState
+from flashckpt.training.files import write_file
 from flashckpt.training.gate import OptimizerGate
 from flashckpt.training.metrics import Event, Metrics, Recorder
 from flashckpt.training.names import Renaming
@@ -337,6 +338,11 @@ class CheckpointManager:
         except (FlashError, OSError) as error:
             log.info("no saved step is known: %s", error)
             return None
+
+    def write_file(self, name: str, contents: str | bytes, *, step: int | None = None, overwrite: bool = False) -> str:
+        """Puts a file of the user's beside the checkpoints in persist_dir. Local: call it on one rank."""
+        self._check_open()
+        return write_file(self.config.persist_dir, name, contents, step=step, overwrite=overwrite)
 
     def metrics(self) -> Metrics:
         return self._recorder.metrics(time.time())

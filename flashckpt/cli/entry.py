@@ -22,6 +22,7 @@ _COMMANDS = {
     "agent": ("flashckpt.cli.agent", "Run, start, stop or look at this node's agent."),
     "bench": ("flashckpt.cli.bench", "Measure save and load on this machine."),
     "demo": ("flashckpt.cli.demo", "Kill a training job and watch it go on, bit for bit."),
+    "export": ("flashckpt.cli.export", "Write the model of a saved step for other programs."),
     "inspect": ("flashckpt.cli.inspect", "Show what one saved step holds."),
     "ls": ("flashckpt.cli.ls", "List the generations in this node's memory."),
     "status": ("flashckpt.cli.status", "Show this node: its agent, peers, generations and memory."),

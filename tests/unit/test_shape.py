@@ -26,7 +26,9 @@ OUTSIDE = {
     "save": {"torch", "state", "format", "store", "native", "agent", "rpc", "credentials", "placement"},
     "load": {"torch", "numpy", "rich", "state", "format", "store", "native", "save", "agent", "transport", "placement"},
     "checkpointer": {"torch", "state", "save", "load", "store", "join", "rpc", "agent"},
-    "training": {"torch", "numpy", "state", "save", "load", "manager"},
+    "training": {"torch", "numpy", "state", "save", "load", "manager", "persist"},
+    "discover": {"persist"},
+    "export": {"torch", "safetensors", "format", "load", "store"},
     "manager": {"torch", "checkpointer", "training", "save", "load"},
     "dcp": {"torch", "checkpointer", "join", "state", "save", "load", "format", "store"},
     "devices": {"torch"},
@@ -42,7 +44,7 @@ OUTSIDE = {
     "errors": set(),
     "types": set(),
     "failpoints": set(),
-    "cli": {"click", "rich", "agent", "demo", "format", "store", "save", "native", "bench", "load"},
+    "cli": {"click", "rich", "agent", "demo", "format", "store", "save", "native", "bench", "load", "export"},
     "demo": {"torch", "rich", "checkpointer", "store"},
 }
 BASE = {"wire", "config", "errors", "types", "failpoints", "topology", "launch", "group", "devices"}
@@ -139,7 +141,9 @@ def test_public_names():
         ),
         *("UnsupportedValueError", "UnusableError", "dcp"),
         *("AgentError", "DeniedError", "PeerError", "RetrieveError"),
-        *("CheckpointManager", "MismatchError", "install_signal_handlers"),
+        *("CheckpointManager", "ExistsError", "MismatchError", "install_signal_handlers"),
+        *("checkpoint_dirname", "contains_checkpoint", "dir_is_checkpoint", "find_checkpoints", "latest_checkpoint"),
+        "peek",
     }
 
 

@@ -1,0 +1,1 @@
+"""Export: the model of a saved step in a form that other programs read."""

@@ -1,0 +1,99 @@
+"""Where an export takes tensors from: one at a time, whole, verified. The step stays where it is."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from flashckpt.errors import NotFoundError, UnusableError
+from flashckpt.format.layout import decode_layout
+from flashckpt.format.shard import read_envelope
+from flashckpt.load.cover import index, uncovered
+from flashckpt.load.read import OpenShard, read_range
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from flashckpt.load.cover import Piece
+    from flashckpt.store.slots import SlotStore
+    from flashckpt.types import Generation
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class Source(Protocol):
+    """One saved step."""
+
+    step: int
+
+    def tensors(self) -> dict[str, TensorInfo]:
+        """By key, in the order in which they were saved. What belongs to one rank alone is not among them."""
+
+    def read(self, key: str) -> torch.Tensor:
+        """The whole tensor, on the CPU. Raises CorruptShardError where its bytes are not what was saved."""
+
+
+class MemorySource:
+    """A generation whose shards all lie in this node's memory."""
+
+    def __init__(self, generation: Generation, shards: dict[int, OpenShard], pieces: dict[str, list[Piece]]) -> None:
+        """Use `memory_source`."""
+        self.step = generation.step
+        self._shards = shards
+        self._pieces = pieces
+
+    def tensors(self) -> dict[str, TensorInfo]:
+        entries = {key: pieces[0].entry for key, pieces in self._pieces.items()}
+        return {key: TensorInfo(getattr(torch, one.dtype), one.global_shape) for key, one in entries.items()}
+
+    def read(self, key: str) -> torch.Tensor:
+        pieces = self._pieces[key]
+        first = pieces[0].entry
+        dtype = getattr(torch, first.dtype)
+        whole = torch.empty(first.global_shape, dtype=dtype)
+        for piece in pieces:
+            entry, rank = piece.entry, piece.ranks[0]
+            if not entry.length_bytes:
+                continue
+            data = read_range(self._shards[rank], rank, entry.offset_bytes, entry.length_bytes, True)
+            part = torch.frombuffer(data, dtype=dtype).reshape(entry.box.sizes)
+            region = tuple(slice(at, at + n) for at, n in zip(entry.box.offsets, entry.box.sizes, strict=True))
+            whole[region] = part
+        return whole
+
+
+@contextlib.contextmanager
+def memory_source(store: SlotStore, job: str, generation: Generation) -> Iterator[MemorySource]:
+    """Opens every shard of `generation`. UnusableError where this node does not hold all of it."""
+    found = {one.shard.rank: one for one in store.scan() if one.shard.generation == generation}
+    if not found:
+        raise NotFoundError(f"{generation}: not in this node's memory", step=generation.step)
+    world = next(iter(found.values())).shard.world
+    missing = [rank for rank in range(world) if rank not in found]
+    if missing:
+        raise UnusableError(
+            f"{generation}: this node holds {len(found)} of {world} shards, none of ranks {missing[:8]}",
+            hint="export a persisted step, or on a node that holds all shards",
+        )
+    with contextlib.ExitStack() as opened:
+        shards, layouts = {}, []
+        for rank in range(world):
+            fd = store.open_shard(found[rank])
+            opened.callback(os.close, fd)
+            envelope = read_envelope(fd, expect=found[rank].shard, job=job)
+            layouts.append(decode_layout(envelope.layout_bytes, f"{found[rank].shard}: layout"))
+            shards[rank] = OpenShard(fd, envelope, layouts[-1])
+        stored = index(layouts, [(rank,) for rank in range(world)])
+        problems = uncovered(stored)
+        if problems:
+            raise UnusableError(f"{generation}: {'; '.join(problems[:4])}")
+        shared = {key: pieces for (key, owner), pieces in stored.items() if owner is None}
+        yield MemorySource(generation, shards, shared)
