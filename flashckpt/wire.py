@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from flashckpt.types import Fence, Generation, Launch, Record, ShardId
+    from flashckpt.types import ChunkRange, Fence, Generation, Launch, Record, ShardId
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,3 +115,36 @@ class PutRefused:
     retry: bool  # whether asking again later may help
     launch: Launch | None  # the newest one the receiver has seen
     fence: Fence | None
+
+
+@dataclass(frozen=True, slots=True)
+class GetOpen:
+    """Asks for a shard, or parts of it."""
+
+    sender: str
+    launch: Launch  # the sender's, not the shard's
+    fence: Fence | None
+    shard: ShardId
+    digest: bytes
+    with_head: bool
+    ranges: tuple[ChunkRange, ...]  # ascending, apart from each other
+
+
+@dataclass(frozen=True, slots=True)
+class GetInfo:
+    """What the shard is like that will follow."""
+
+    size_bytes: int  # of the whole file
+    head_bytes: int  # of what comes before the data area
+    chunk_bytes: int
+    tag: int
+
+
+@dataclass(frozen=True, slots=True)
+class GetRefused:
+    """Nothing, or nothing more, is to be had."""
+
+    reason: str
+    retry: bool  # whether asking again later may help
+    launch: Launch | None = None  # the newest one the holder has seen
+    fence: Fence | None = None

@@ -22,10 +22,13 @@ from flashckpt.agent.messages import (
     Answered,
     Begun,
     Decline,
+    DeclineGet,
     Effect,
     Event,
     FencePut,
+    Fetched,
     GaveUp,
+    GetAsked,
     Gone,
     Grant,
     KeepFence,
@@ -47,6 +50,7 @@ from flashckpt.agent.messages import (
     Rotten,
     Sealed,
     Send,
+    Serve,
     SlotWanted,
     Started,
     Tick,
@@ -58,7 +62,7 @@ from flashckpt.agent.neighbours import Neighbours, Peer
 from flashckpt.agent.transfers import Transfers, held_order
 from flashckpt.placement import Placement, place
 from flashckpt.types import Launch, Level, Record, age_order
-from flashckpt.wire import Announce, Answer, Beat, GiveUp, Lost, PutHave, PutRefused, Report, Want
+from flashckpt.wire import Announce, Answer, Beat, GetRefused, GiveUp, Lost, PutHave, PutRefused, Report, Want
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -473,15 +477,44 @@ class AgentCore:
             self._out.append(Acknowledge())
             self._consider(event.held, now)
 
-    def _why_not(self, sender: str, launch: Launch, shard: ShardId) -> tuple[str, bool]:
-        """Why a put is refused ("" = it is not), and whether asking again later may help."""
+    def _on_get_asked(self, event: GetAsked, now: float) -> None:
+        get = event.get
+        self.peers.hear(get.sender, now)
+        self._learn(get.launch, get.fence)
+        self._collect()
+        held = self.held.get(get.shard)
+        reason, retry = self._why_stranger(get.sender, get.launch)
+        if not reason and held is None:
+            reason = f"{self.node_id} does not hold {get.shard}"
+        elif not reason and held is not None and held.digest != get.digest:
+            reason = "another content lies here under that name"
+        if reason or held is None:
+            self._out.append(DeclineGet(GetRefused(reason, retry, self.newest, self.fence)))
+        else:
+            self._out.append(Serve(held))
+
+    def _on_fetched(self, event: Fetched, now: float) -> None:
+        self._on_sealed(Sealed(event.held), now)
+        # While it came in, a fence or another launch may have made it needless.
+        if event.held.shard in self.held:
+            self._out.append(Acknowledge())
+
+    def _why_stranger(self, sender: str, launch: Launch) -> tuple[str, bool]:
+        """Why a node may neither bring nor take anything ("" = it may), and whether asking again later may help."""
         if self._is_older(launch):
             return self._fenced_reason(launch), False
         if self.session is None or self.session.launch != launch:
             return f"{self.node_id} has not begun this launch yet", True
-        member = self._member(sender)
-        if member is None:
+        if self._member(sender) is None:
             return f"{sender} is no member of this launch", False
+        return "", False
+
+    def _why_not(self, sender: str, launch: Launch, shard: ShardId) -> tuple[str, bool]:
+        """Why a put is refused ("" = it is not), and whether asking again later may help."""
+        reason, retry = self._why_stranger(sender, launch)
+        member = self._member(sender)
+        if reason or self.session is None or member is None:
+            return reason, retry
         why = droppable(shard.generation, self.threshold, self.fence, self.voids, self.base)
         if why:
             return why, False
@@ -811,6 +844,8 @@ _HANDLERS: dict[type, Callable[[AgentCore, Any, float], None]] = {
     Unreachable: AgentCore._on_unreachable,
     PutAsked: AgentCore._on_put_asked,
     Received: AgentCore._on_received,
+    GetAsked: AgentCore._on_get_asked,
+    Fetched: AgentCore._on_fetched,
     Pushed: AgentCore._on_pushed,
     Moved: AgentCore._on_moved,
 }

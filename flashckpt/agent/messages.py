@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from flashckpt.types import Fence, Generation, Held, Launch, Level, Record, Session, ShardId
-    from flashckpt.wire import Answer, Body, Envelope, PutHave, PutOpen, PutRefused
+    from flashckpt.wire import Answer, Body, Envelope, GetOpen, GetRefused, PutHave, PutOpen, PutRefused
 
 # --- events: from this node
 
@@ -138,6 +138,20 @@ class Received:
     held: Held
 
 
+@dataclass(frozen=True, slots=True)
+class GetAsked:
+    """A node wants to read a shard."""
+
+    get: GetOpen
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """A shard was fetched from other nodes for a load, verified and sealed."""
+
+    held: Held
+
+
 class PushEnd(enum.Enum):
     ACKED = enum.auto()
     REFUSED = enum.auto()  # for good: nobody needs it any more
@@ -183,6 +197,8 @@ Event = (
     | Unreachable
     | PutAsked
     | Received
+    | GetAsked
+    | Fetched
     | Pushed
     | Moved
 )
@@ -273,7 +289,21 @@ class Decline:
 
 @dataclass(frozen=True, slots=True)
 class Acknowledge:
-    """The answer to Received: the sender may count on this copy. Absent: it may not."""
+    """The answer to Received and Fetched: this copy counts. Absent: nobody needs it any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Serve:
+    """The answer to GetAsked: let it read this."""
+
+    held: Held
+
+
+@dataclass(frozen=True, slots=True)
+class DeclineGet:
+    """The answer to GetAsked: don't."""
+
+    refused: GetRefused
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,5 +330,7 @@ Effect = (
     | Accept
     | Decline
     | Acknowledge
+    | Serve
+    | DeclineGet
     | Notify
 )

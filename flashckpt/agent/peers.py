@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flashckpt.address import format_address, is_loopback
+from flashckpt.agent.gets import Reading, open_get
 from flashckpt.agent.messages import (
     Accept,
     Acknowledge,
@@ -45,7 +46,7 @@ from flashckpt.store.room import check_room
 from flashckpt.transport.incoming import Incoming
 from flashckpt.transport.throttle import Throttle
 from flashckpt.types import Level, age_order
-from flashckpt.wire import Answer, Beat, Envelope, PutOpen, PutReady, PutRefused
+from flashckpt.wire import Answer, Beat, Envelope, GetRefused, PutOpen, PutReady, PutRefused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
     from flashckpt.agent.shell import Shell
     from flashckpt.credentials import Bundle
     from flashckpt.types import Held, Launch, ShardId
-    from flashckpt.wire import Body, PutHave
+    from flashckpt.wire import Body, GetOpen, PutHave
 
 _log = logging.getLogger(__name__)
 
@@ -212,6 +213,11 @@ class Peers:
         failpoint("after_put_open")
         return _Receiver(self, peer, opening, incoming)
 
+    def get_open(self, peer: str, opening: GetOpen) -> Reading | GetRefused:
+        if refused := self._why_stranger(peer, opening.launch):
+            return GetRefused(refused, retry=False)
+        return open_get(self._shell, peer, opening)
+
     def _why_stranger(self, peer: str, launch: Launch) -> str:
         """Why a node may not speak in the name of the launch that this one works for; "" = it may.
 
@@ -344,7 +350,7 @@ class Peers:
                 launch, fence = self._shell.standing_of_session()
                 if launch is None:
                     continue
-                client = self._client(node_id)
+                client = self.client(node_id)
                 envelope = Envelope(self._shell.options.node_id, launch, fence, body)
                 failpoint("before_tell")
                 answer = client.tell(envelope, self._shell.options.peer_timeout)
@@ -384,7 +390,7 @@ class Peers:
         launch, fence = self._shell.standing_of_session()
         if launch is None:
             raise FencedError("this node has no launch")
-        client = self._client(node_id)
+        client = self.client(node_id)
         failpoint("before_push")
         with contextlib.closing(self._shell.open_shard(held.shard)) as outgoing:
             opening = PutOpen(
@@ -404,7 +410,7 @@ class Peers:
             return Pushed(held.shard, node_id, end, reason=result.reason, launch=result.launch, fence=result.fence)
         return Pushed(held.shard, node_id, PushEnd.ACKED, digest=result.digest)
 
-    def _client(self, node_id: str) -> PeerClient:
+    def client(self, node_id: str) -> PeerClient:
         """Sure to be that node's. It connects by itself, and again when the node comes back at the same address."""
         address = self._shell.address_of(node_id)
         with self._lock:

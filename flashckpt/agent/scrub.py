@@ -22,9 +22,13 @@ _SLICE_BYTES = 16 << 20  # a step: a few milliseconds
 class Scrubber:
     """Goes through all shards once every `interval` seconds, a slice at each step."""
 
-    def __init__(self, open_shard: Callable[[ShardId], OpenShard], interval: float) -> None:
+    def __init__(
+        self, open_shard: Callable[[ShardId], OpenShard], interval: float, on_passed: Callable[[ShardId], None]
+    ) -> None:
+        """`on_passed` hears of each shard of which every chunk was right."""
         self._open_shard = open_shard
         self._interval = interval
+        self._on_passed = on_passed
         self._todo: list[ShardId] = []
         self._reading: tuple[ShardId, OpenShard, int] | None = None
         self._next_pass: float | None = None
@@ -63,7 +67,7 @@ class Scrubber:
             return None
         shard, outgoing, chunk = self._reading
         end = min(outgoing.chunks, chunk + max(1, _SLICE_BYTES // outgoing.chunk_bytes))
-        problem = None
+        problem, failed = None, False
         try:
             for index in range(chunk, end):
                 outgoing.read_chunk(index)
@@ -72,11 +76,13 @@ class Scrubber:
             if self._still_there(shard):
                 self.found += 1
                 problem = shard, error.message
-            end = outgoing.chunks
+            end, failed = outgoing.chunks, True
         if end < outgoing.chunks:
             self._reading = shard, outgoing, end
         else:
             self.close()
+            if problem is None and not failed:
+                self._on_passed(shard)
         return problem
 
     def _still_there(self, shard: ShardId) -> bool:

@@ -13,7 +13,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from flashckpt.agent.commit import threshold
+from flashckpt.agent.commit import launch_of, threshold
 from flashckpt.agent.core import AgentCore, Limits
 from flashckpt.agent.messages import (
     Begun,
@@ -36,6 +36,7 @@ from flashckpt.agent.messages import (
 )
 from flashckpt.agent.peers import Peers
 from flashckpt.agent.process import SOCKET_NAME
+from flashckpt.agent.retrieve import Retrieves
 from flashckpt.agent.scrub import Scrubber
 from flashckpt.agent.session import decode_session, encode_session
 from flashckpt.agent.status import describe
@@ -45,8 +46,10 @@ from flashckpt.failpoints import failpoint
 from flashckpt.placement import place
 from flashckpt.rpc.agent_server import AgentServer
 from flashckpt.rpc.api import Progress
+from flashckpt.store.owner import Owner
+from flashckpt.store.session import KEPT_PAST
 from flashckpt.transport.outgoing import Outgoing, hold
-from flashckpt.types import Held, Level, ShardId
+from flashckpt.types import Held, Holding, Level, NodeInventory, ShardId
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -96,10 +99,14 @@ class Shell:
         self._lock = threading.Lock()  # one event at a time, and its effects before the next
         self._files: dict[ShardId, SealedFile] = {}
         self._set_aside: set[ShardId] = set()  # found bad when they were to be adopted
+        self._verified: set[SealedFile] = set()  # every chunk, by this very agent
+        self._kept: Session | None = None  # the session as it lies in the directory
+        self._past: dict[Launch, Session] = {}  # of earlier launches that shards are left of
         self.trainers = Trainers(self)
         self.peers = Peers(self)
+        self.retrieves = Retrieves(self)
         self._server: AgentServer | None = None
-        self._scrubber = Scrubber(self.open_shard, options.scrub_interval)
+        self._scrubber = Scrubber(self.open_shard, options.scrub_interval, self._note_verified)
         self._stop: threading.Event | None = None
         self._draining = False
 
@@ -110,9 +117,11 @@ class Shell:
         reclaimed = self.store.reclaim()
         if reclaimed.files:
             _log.info("reclaimed %d slots (%d bytes) of processes that are gone", reclaimed.files, reclaimed.bytes)
+        self.store.empty_fetched()
         held = tuple(self._adopt())
         failpoint("mid_start")
         session, fence, records = self._read_session(), self.store.read_fence(), self.store.read_records()
+        self._kept, self._past = session, self._read_past()
         lacking = self._lacking({one.shard for one in held}, threshold(records, session, fence), session)
         with self._lock:
             self._apply(Started(held + lacking, fence, records, session))
@@ -153,6 +162,7 @@ class Shell:
     def close(self) -> None:
         self._draining = True
         self.trainers.close()
+        self.retrieves.close()
         if self._server is not None:
             self._server.close(0.5)
         self.peers.close()
@@ -189,6 +199,7 @@ class Shell:
     def _carry_out(self, effect: Effect) -> None:
         match effect:
             case KeepSession(session):
+                self._keep_past(session)
                 self._durably("the session", lambda: self.store.write_session(encode_session(session)))
             case KeepFence(fence):
                 self._durably("the fence", lambda: self.store.write_fence(fence))
@@ -247,10 +258,17 @@ class Shell:
         return None if sealed is None else self._hold(sealed)
 
     def note_sealed(self, shard: ShardId) -> None:
-        """A replica was sealed by this very process."""
+        """A replica was verified and sealed by this very process."""
         sealed = self.store.find(shard)
         if sealed is not None:
             self._files[shard] = sealed
+            if sealed.writer == Owner.current():  # else a trainer's, which came first
+                self._verified.add(sealed)
+
+    def _note_verified(self, shard: ShardId) -> None:
+        sealed = self._files.get(shard)
+        if sealed is not None:
+            self._verified.add(sealed)
 
     def open_shard(self, shard: ShardId) -> OpenShard:
         """NotFoundError where it is gone; CorruptShardError where its header is bad."""
@@ -287,6 +305,7 @@ class Shell:
         found = {sealed.shard: sealed for sealed in self.store.scan()}
         with self._lock:
             held = set(self._core.held)
+            self._drop_past()
         for shard, sealed in found.items():
             if shard not in held and (one := self._hold(sealed)) is not None:
                 self.feed(Sealed(one))
@@ -317,6 +336,33 @@ class Shell:
         if credentials is not None:
             self.peers.use(credentials)
         return effects
+
+    def inventory(self) -> NodeInventory:
+        """What lies here now: also what was sealed a moment ago by a trainer that did not live to tell."""
+        self.look_around()
+        quarantined = self.store.status().quarantined_files
+        with self._lock:
+            committed = {record.generation for record in self._core.records}
+            self._verified &= set(self._files.values())
+            session = self._core.session
+            return NodeInventory(
+                self.options.node_id,
+                tuple(
+                    Holding(
+                        held,
+                        Level.REPLICATED if shard.generation in committed else Level.SEALED,
+                        self._files.get(shard) in self._verified,
+                    )
+                    for shard, held in self._core.held.items()
+                ),
+                self._core.fence,
+                quarantined,
+                tuple(one for one in self._past.values() if session is None or one.launch != session.launch),
+            )
+
+    def held(self, shard: ShardId) -> Held | None:
+        with self._lock:
+            return self._core.held.get(shard)
 
     def stop(self) -> None:
         if self._stop is not None:
@@ -395,10 +441,43 @@ class Shell:
         text = json.dumps([part.decode() for part in parts])
         self._durably("the credentials", lambda: self.store.write_secret(_CREDENTIALS, text.encode()))
 
+    def _keep_past(self, session: Session) -> None:
+        """Before another launch's session takes the place of the one that lies there. Under the lock.
+
+        Only to say who would have what is missing: where there is no room for it, the launch begins all the same.
+        """
+        old, self._kept = self._kept, session
+        if old is None or old.launch == session.launch:
+            return
+        self._past[old.launch] = old
+        try:
+            self.store.write_past_session(old.launch, encode_session(old))
+        except (FlashError, OSError) as error:
+            _log.warning("the session of %s could not be kept: %s", old.launch, error)
+        self._drop_past()
+
+    def _drop_past(self) -> None:
+        """Sessions of launches that no shard is left of, and all but the newest few. Under the lock."""
+        launches = {launch_of(shard.generation) for shard in self._core.held}
+        needless = [launch for launch in self._past if launch not in launches]
+        needless += list(self._past)[:-KEPT_PAST]
+        for launch in needless:
+            if self._past.pop(launch, None) is not None:
+                self.store.remove_past_session(launch)
+
+    def _read_past(self) -> dict[Launch, Session]:
+        found = {}
+        for launch, data in self.store.read_past_sessions():
+            session = self._decode_session(data)
+            if session is not None and session.launch == launch:
+                found[launch] = session
+        return found
+
     def _read_session(self) -> Session | None:
         data = self.store.read_session()
-        if data is None:
-            return None
+        return None if data is None else self._decode_session(data)
+
+    def _decode_session(self, data: bytes) -> Session | None:
         try:
             return decode_session(data)
         except CorruptShardError as error:

@@ -32,12 +32,13 @@ from flashckpt.store.owner import Owner, is_dead
 from flashckpt.types import Fence, Launch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from flashckpt.agent.messages import Effect
     from flashckpt.agent.shell import Shell
     from flashckpt.credentials import Bundle
-    from flashckpt.types import Generation, Session, ShardId
+    from flashckpt.rpc.api import RetrieveNews
+    from flashckpt.types import Generation, NodeInventory, Retrieval, Session, ShardId
 
 _log = logging.getLogger(__name__)
 
@@ -293,6 +294,16 @@ class Trainers:
             self._closed = True
             for lease in self._leases.values():
                 _offer(lease.news, None)
+
+    # --- loads ----------------------------------------------------------------------------------------------
+
+    def inventory(self, ticket: bytes) -> NodeInventory:
+        self._find(ticket)
+        return self._shell.inventory()
+
+    def retrieve(self, ticket: bytes, retrievals: Sequence[Retrieval], timeout: float) -> Iterator[RetrieveNews | None]:
+        self._find(ticket)
+        return self._shell.retrieves.run(retrievals, timeout)
 
     # --- operators ------------------------------------------------------------------------------------------
 

@@ -1,30 +1,121 @@
-"""A node's memory by way of its agent."""
+"""This node's memory by way of its agent, which knows the other nodes and fetches from them."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import time
 from typing import TYPE_CHECKING
 
-from flashckpt.load.memory import OwnMemory
+from flashckpt.errors import AgentError, DeadlineError, RetrieveError
+from flashckpt.rpc.api import Retrieved, RetrieveFailed, RetrieveProgress
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
     from flashckpt.agent.link import AgentLink
+    from flashckpt.rpc.agent_client import AgentClient
+    from flashckpt.rpc.api import RetrieveNews
     from flashckpt.store.slots import SlotStore
     from flashckpt.types import NodeInventory, Retrieval, ShardId
 
+log = logging.getLogger(__name__)
+
+_TRIES = 2  # an agent that ended in the middle has a successor; one that ends again has a reason
+_SHOWN = 4
+
 
 class AgentMemory:
-    """What the agent holds; see NodeMemory."""
+    """What NodeMemory promises, with an agent."""
 
     def __init__(self, link: AgentLink, store: SlotStore) -> None:
-        self._own = OwnMemory(store, link.job, link.lease.node_id)
+        self._link = link
+        self._store = store
 
     def inventory(self, timeout: float) -> NodeInventory:
-        return self._own.inventory(timeout)
+        return self._link.call(
+            lambda client, ticket, left: client.inventory(ticket, left), timeout, "asking for this node's inventory"
+        )
 
+    @contextlib.contextmanager
     def retrieve(
         self, retrievals: Sequence[Retrieval], timeout: float, on_progress: Callable[[int, int], None]
-    ) -> AbstractContextManager[Mapping[ShardId, str]]:
-        return self._own.retrieve(retrievals, timeout, on_progress)
+    ) -> Iterator[Mapping[ShardId, str]]:
+        if not retrievals:
+            yield {}
+            return
+        attempt = _Attempt(retrievals, timeout, on_progress)
+        try:
+            answer = self._link.call(attempt.run, timeout, f"fetching {len(retrievals)} shards from other nodes")
+            if isinstance(answer, Exception):
+                raise answer
+            yield dict(answer.places)
+        finally:
+            attempt.close()
+
+
+class _Attempt:
+    """One retrieval, by one agent or, where that ends in the middle, by its successor."""
+
+    def __init__(
+        self, retrievals: Sequence[Retrieval], timeout: float, on_progress: Callable[[int, int], None]
+    ) -> None:
+        self._retrievals = retrievals
+        self._timeout = timeout
+        self._deadline = time.monotonic() + timeout
+        self._on_progress = on_progress
+        self._news: Generator[RetrieveNews] | None = None
+        self._tries = 0
+
+    def run(self, client: AgentClient, ticket: bytes, left: float) -> Retrieved | Exception:
+        """What link.call() is not to try again is returned."""
+        self.close()
+        began = False
+        self._news = client.retrieve(ticket, self._retrievals, left)
+        try:
+            for one in self._news:
+                if not began:
+                    began = True
+                    self._tries += 1
+                match one:
+                    case RetrieveProgress(done_bytes, total_bytes):
+                        self._on_progress(done_bytes, total_bytes)
+                    case Retrieved():
+                        return one
+                    case RetrieveFailed():
+                        return _cannot_be_had(one)
+        except AgentError as error:
+            if time.monotonic() >= self._deadline:
+                return self._late(error)
+            if began and self._tries >= _TRIES:
+                return error
+            raise
+        raise AgentError("fetching from other nodes: expected what was asked for, found that the agent stopped")
+
+    def close(self) -> None:
+        """The agent unlinks what was fetched in part."""
+        news, self._news = self._news, None
+        if news is not None:
+            news.close()
+
+    def _late(self, error: AgentError) -> DeadlineError:
+        late = DeadlineError(
+            f"expected {len(self._retrievals)} shards from other nodes within {self._timeout:g} s, "
+            f"found no answer of this node's agent: {error.message}",
+            hint=error.hint,
+        )
+        late.__cause__ = error
+        return late
+
+
+def _cannot_be_had(failed: RetrieveFailed) -> RetrieveError:
+    lines = [
+        f"\n  - {problem.shard}: " + "; ".join(f"{node or 'here'}: {reason}" for node, reason in problem.reasons)
+        for problem in failed.problems[:_SHOWN]
+    ]
+    more = f"\n  - and {len(failed.problems) - _SHOWN} more" if len(failed.problems) > _SHOWN else ""
+    return RetrieveError(
+        f"expected parts of {len(failed.problems)} shards from other nodes, found no holder that gives them:"
+        f"{''.join(lines)}{more}",
+        problems=tuple((problem.shard, problem.reasons) for problem in failed.problems),
+    )

@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from typing import TYPE_CHECKING, Any
 
 import grpc
 
 from flashckpt.errors import AgentError, ConfigError
-from flashckpt.rpc import channels, convert
+from flashckpt.rpc import channels, convert, convert_load
 from flashckpt.rpc.errors import from_call
-from flashckpt.rpc.settings import AGENT_SERVICE, TICKET_KEY, Keepalive, client_options, unix_target
+from flashckpt.rpc.settings import (
+    AGENT_SERVICE,
+    MAX_MESSAGE_BYTES,
+    TICKET_KEY,
+    Keepalive,
+    client_options,
+    unix_target,
+)
+from flashckpt.rpc.watchdog import Watchdog, Watched
 from flashckpt.v1 import agent_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator, Iterator, Sequence
 
     from flashckpt.credentials import Bundle
-    from flashckpt.rpc.api import Lease, Progress
+    from flashckpt.rpc.api import Lease, Progress, RetrieveNews
     from flashckpt.store.owner import Owner
-    from flashckpt.types import Fence, Generation, Session, ShardId
+    from flashckpt.types import Fence, Generation, NodeInventory, Retrieval, Session, ShardId
 
 # The status of a large job is long, and it comes from our own agent.
 _MAX_RECEIVE_BYTES = 64 << 20
@@ -38,6 +47,7 @@ class AgentClient:
     def __init__(self, socket_path: str, *, timeout: float = 10.0, keepalive: Keepalive | None = None) -> None:
         self.socket_path = socket_path
         self._timeout = timeout
+        self._watchdog = Watchdog(timeout)
         self._channel = grpc.insecure_channel(
             unix_target(socket_path),
             # The default name is made of the path, which may have characters that no host name has.
@@ -135,19 +145,24 @@ class AgentClient:
     def watch(self, ticket: bytes) -> Iterator[Progress]:
         """Without a deadline of its own: ends when the agent drains, raises AgentError when it is gone or hung
         (keepalive finds that out), and when another thread closes the client."""
-        started = time.monotonic()
-        request = agent_pb2.WatchRequest().SerializeToString()
-        try:
-            call = channels.call_for_stream(self._channel, f"/{AGENT_SERVICE}/Watch", request, ((TICKET_KEY, ticket),))
-        except ValueError as error:  # what gRPC raises for a channel that was closed
-            raise AgentError(f"agent at {self.socket_path}: Watch after close()") from error
-        try:
-            for data in call:
-                yield convert.from_progress(convert.parse(agent_pb2.WatchResponse, data, "Watch's answer"))
-        except grpc.RpcError as error:
-            raise self._translated(error, "Watch", started) from error
-        finally:
-            call.cancel()
+        for data in self._stream("Watch", ticket, agent_pb2.WatchRequest().SerializeToString()):
+            yield convert.from_progress(convert.parse(agent_pb2.WatchResponse, data, "Watch's answer"))
+
+    def inventory(self, ticket: bytes, timeout: float) -> NodeInventory:
+        data = self._call("Inventory", ticket, agent_pb2.InventoryRequest, timeout)
+        return convert_load.from_inventory(convert.parse(agent_pb2.InventoryResponse, data, "Inventory's answer"))
+
+    def retrieve(self, ticket: bytes, retrievals: Sequence[Retrieval], timeout: float) -> Generator[RetrieveNews]:
+        """A generator. After Retrieved it waits without an end, and so must not be asked again: what was fetched in
+        part goes when it is closed. The agent keeps to `timeout`; AgentError where it does not answer at all."""
+        request = convert_load.to_retrieve(retrievals, timeout).SerializeToString()
+        if len(request) > MAX_MESSAGE_BYTES:
+            raise ConfigError(
+                f"Retrieve: expected a plan of at most {MAX_MESSAGE_BYTES} bytes, found {len(request)}",
+                hint="ask for fewer shards, or fewer ranges of chunks, at a time",
+            )
+        for data in self._stream("Retrieve", ticket, request, timeout + _GRACE):
+            yield convert_load.from_news(convert.parse(agent_pb2.RetrieveResponse, data, "Retrieve's answer"))
 
     def bye(self, ticket: bytes) -> None:
         self._call("Bye", ticket, agent_pb2.ByeRequest)
@@ -171,12 +186,36 @@ class AgentClient:
     def close(self) -> None:
         """Ends running calls, watches included. May be called twice."""
         self._channel.close()
+        self._watchdog.close()
 
     def __enter__(self) -> AgentClient:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _stream(self, method: str, ticket: bytes, request: bytes, timeout: float = math.inf) -> Iterator[bytes]:
+        """`timeout`: for each time that an answer is waited for. Cancelled when it is closed."""
+        started = time.monotonic()
+        try:
+            call = channels.call_for_stream(
+                self._channel, f"/{AGENT_SERVICE}/{method}", request, ((TICKET_KEY, ticket),)
+            )
+        except ValueError as error:  # what gRPC raises for a channel that was closed
+            raise AgentError(f"agent at {self.socket_path}: {method} after close()") from error
+        # A watch has no deadline, and needs no thread to look at it.
+        watched = Watched(call.cancel) if timeout == math.inf else self._watchdog.watch(call.cancel)
+        try:
+            watched.expect(timeout)
+            for data in call:
+                watched.relax()
+                yield data
+                watched.expect(timeout)
+        except grpc.RpcError as error:
+            raise self._translated(error, method, started) from error
+        finally:
+            call.cancel()
+            self._watchdog.forget(watched)
 
     def _call(self, method: str, ticket: bytes, make: Callable[[], Any], timeout: float | None = None) -> bytes:
         started = time.monotonic()

@@ -9,12 +9,12 @@ import os
 import stat
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
 from flashckpt.errors import AgentError, DeniedError, IncompatibleError
-from flashckpt.rpc import convert
+from flashckpt.rpc import convert, convert_load
 from flashckpt.rpc.guard import Call, Caller, Guard
 from flashckpt.rpc.roles import Role
 from flashckpt.rpc.settings import AGENT_SERVICE, TICKET_KEY, Keepalive, server_options, unix_target
@@ -23,7 +23,9 @@ from flashckpt.v1 import agent_pb2
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from flashckpt.rpc.api import AgentApi
+    from flashckpt.rpc.api import AgentApi, RetrieveNews
+
+_T = TypeVar("_T")
 
 # A rank has a watch open and one call at a time beside it; each call has a thread, so that none waits for another.
 _CALLS = 256
@@ -54,12 +56,14 @@ class AgentServer:
             "Prepare": self._prepare,
             "Sealed": self._sealed,
             "Void": self._void,
+            "Inventory": self._inventory,
             "Bye": self._bye,
             "Status": self._status,
             "Stop": self._stop,
         }
         handlers: dict[str, Any] = {name: grpc.unary_unary_rpc_method_handler(run) for name, run in unary.items()}
         handlers["Watch"] = grpc.unary_stream_rpc_method_handler(self._watch)
+        handlers["Retrieve"] = grpc.unary_stream_rpc_method_handler(self._retrieve)
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(AGENT_SERVICE, handlers),))
         try:
             self._bind()
@@ -184,20 +188,19 @@ class AgentServer:
 
     def _watch(self, data: bytes, call: Call) -> Iterator[bytes]:
         convert.parse(agent_pb2.WatchRequest, data, "Watch")
-        left = threading.Event()
-        if not call.context.add_callback(left.set):
-            return
-        news = self._api.watch(call.caller.ticket)
-        try:
-            for progress in news:
-                if left.is_set():
-                    return
-                if progress is not None:
-                    yield convert.to_progress(progress).SerializeToString()
-        finally:
-            close = getattr(news, "close", None)  # a generator's own clean-up, now and not when it is collected
-            if close is not None:
-                close()
+        for progress in _while_there(call, self._api.watch(call.caller.ticket)):
+            yield convert.to_progress(progress).SerializeToString()
+
+    def _inventory(self, data: bytes, call: Call) -> bytes:
+        convert.parse(agent_pb2.InventoryRequest, data, "Inventory")
+        return convert_load.to_inventory(self._api.inventory(call.caller.ticket)).SerializeToString()
+
+    def _retrieve(self, data: bytes, call: Call) -> Iterator[bytes]:
+        request = convert.parse(agent_pb2.RetrieveRequest, data, "Retrieve")
+        retrievals, timeout = convert_load.from_retrieve(request)
+        there: Iterator[RetrieveNews] = _while_there(call, self._api.retrieve(call.caller.ticket, retrievals, timeout))
+        for news in there:
+            yield convert_load.to_news(news).SerializeToString()
 
     def _bye(self, data: bytes, call: Call) -> bytes:
         convert.parse(agent_pb2.ByeRequest, data, "Bye")
@@ -212,3 +215,20 @@ class AgentServer:
         request = convert.parse(agent_pb2.StopRequest, data, "Stop")
         self._api.stop(convert.seconds(request.drain_timeout, "drain_timeout"))
         return agent_pb2.StopResponse().SerializeToString()
+
+
+def _while_there(call: Call, news: Iterator[_T | None]) -> Iterator[_T]:
+    """What is new (None: nothing is), until there is no more or the caller has left."""
+    left = threading.Event()
+    if not call.context.add_callback(left.set):
+        return
+    try:
+        for one in news:
+            if left.is_set():
+                return
+            if one is not None:
+                yield one
+    finally:
+        close = getattr(news, "close", None)  # a generator's own clean-up, now and not when it is collected
+        if close is not None:
+            close()

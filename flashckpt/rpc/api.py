@@ -9,18 +9,29 @@ from typing import TYPE_CHECKING, Any, Protocol
 from flashckpt.rpc.settings import VERSION
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from flashckpt.credentials import Bundle
     from flashckpt.store.owner import Owner
-    from flashckpt.types import Fence, Generation, Launch, Level, Session, ShardId
-    from flashckpt.wire import Answer, Envelope, PutHave, PutOpen, PutReady, PutRefused
+    from flashckpt.types import Fence, Generation, Launch, Level, NodeInventory, Retrieval, Session, ShardId
+    from flashckpt.wire import (
+        Answer,
+        Envelope,
+        GetInfo,
+        GetOpen,
+        GetRefused,
+        PutHave,
+        PutOpen,
+        PutReady,
+        PutRefused,
+    )
 
 
 __all__ = [
     "VERSION",
     "AgentApi",
     "Brake",
+    "Giver",
     "Hello",
     "Lease",
     "PeerApi",
@@ -28,7 +39,13 @@ __all__ = [
     "PutEnd",
     "PutResult",
     "Receiver",
+    "RetrieveFailed",
+    "RetrieveNews",
+    "RetrieveProgress",
+    "Retrieved",
+    "ShardProblem",
     "Source",
+    "Taker",
 ]
 
 
@@ -52,6 +69,35 @@ class Progress:
     generation: Generation
     level: Level
     reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RetrieveProgress:
+    done_bytes: int
+    total_bytes: int  # grows while heads come in
+
+
+@dataclass(frozen=True, slots=True)
+class Retrieved:
+    """All is here: "" = sealed, else the name of the file that it was fetched into in part."""
+
+    places: tuple[tuple[ShardId, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardProblem:
+    """Why a part of a shard can't be had: (node, reason) of each source; node "" where the reason is this node's."""
+
+    shard: ShardId
+    reasons: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RetrieveFailed:
+    problems: tuple[ShardProblem, ...]
+
+
+RetrieveNews = RetrieveProgress | Retrieved | RetrieveFailed
 
 
 class AgentApi(Protocol):
@@ -87,6 +133,12 @@ class AgentApi(Protocol):
 
         None says that nothing is new: yielded about once a second, so that a caller who left is noticed.
         """
+
+    def inventory(self, ticket: bytes) -> NodeInventory: ...
+
+    def retrieve(self, ticket: bytes, retrievals: Sequence[Retrieval], timeout: float) -> Iterator[RetrieveNews | None]:
+        """Progress, then Retrieved or RetrieveFailed. After Retrieved it goes on until it is closed, and what was
+        fetched in part goes with it. None says that nothing is new, so that a caller who left is noticed."""
 
     def bye(self, ticket: bytes) -> None: ...
 
@@ -132,19 +184,8 @@ class Receiver(Protocol):
         """What was sent is wrong or can't be kept: give it up."""
 
 
-class PeerApi(Protocol):
-    """A node's agent as the agents of other nodes see it. `peer` is the node id in the caller's certificate;
-    the sender that a message names has been compared with it, and its receiver with this node."""
-
-    def hello(self, peer: str, hello: Hello) -> Hello: ...
-
-    def tell(self, peer: str, envelope: Envelope) -> Answer: ...
-
-    def put_open(self, peer: str, opening: PutOpen) -> Receiver | PutHave | PutRefused: ...
-
-
 class Source(Protocol):
-    """A sealed shard that is read to be pushed; reading verifies, so that no rot is sent."""
+    """A sealed shard that is read to be sent; reading verifies, so that no rot is sent."""
 
     @property
     def head_bytes(self) -> int: ...
@@ -158,6 +199,44 @@ class Source(Protocol):
     def read_head(self, offset: int, limit: int) -> bytes: ...
 
     def read_chunk(self, index: int) -> bytes: ...
+
+
+class Giver(Source, Protocol):
+    """A shard that another node reads. `close` is the last call."""
+
+    @property
+    def info(self) -> GetInfo: ...
+
+    def rotten(self, error: Exception) -> None:
+        """It turned out bad while it was read."""
+
+    def close(self) -> None: ...
+
+
+class Taker(Protocol):
+    """Takes what was asked of another node. Whatever it raises ends the call and reaches its caller.
+
+    Data is a view of a message: it must not be kept beyond the call.
+    """
+
+    def opened(self, info: GetInfo) -> None: ...
+
+    def put_head(self, offset: int, data: bytes | memoryview) -> None: ...
+
+    def put_chunk(self, index: int, data: bytes | memoryview) -> None: ...
+
+
+class PeerApi(Protocol):
+    """A node's agent as the agents of other nodes see it. `peer` is the node id in the caller's certificate;
+    the sender that a message names has been compared with it, and its receiver with this node."""
+
+    def hello(self, peer: str, hello: Hello) -> Hello: ...
+
+    def tell(self, peer: str, envelope: Envelope) -> Answer: ...
+
+    def put_open(self, peer: str, opening: PutOpen) -> Receiver | PutHave | PutRefused: ...
+
+    def get_open(self, peer: str, opening: GetOpen) -> Giver | GetRefused: ...
 
 
 class Brake(Protocol):

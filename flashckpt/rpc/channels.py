@@ -23,9 +23,11 @@ def call(channel: grpc.Channel, method: str, request: bytes, timeout: float, met
     return make(request, timeout=timeout, metadata=metadata)
 
 
-def call_for_stream(channel: grpc.Channel, method: str, request: bytes, metadata: Metadata = ()) -> Stream:
+def call_for_stream(
+    channel: grpc.Channel, method: str, request: bytes, metadata: Metadata = (), timeout: float | None = None
+) -> Stream:
     make: grpc.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(method)
-    return make(request, metadata=metadata)
+    return make(request, timeout=timeout, metadata=metadata)
 
 
 def stream(channel: grpc.Channel, method: str, requests: Iterator[bytes], timeout: float | None) -> Stream:

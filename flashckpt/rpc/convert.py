@@ -6,51 +6,51 @@ of is checked, and what does not fit is an IncompatibleError that names the fiel
 
 from __future__ import annotations
 
-import ipaddress
 import itertools
 import math
-import time
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from google.protobuf.message import DecodeError
 
 from flashckpt import wire
-from flashckpt.address import parse_address
 from flashckpt.credentials import Bundle
-from flashckpt.errors import ConfigError, IncompatibleError
+from flashckpt.errors import IncompatibleError
 from flashckpt.rpc.api import Hello, Lease, Progress
+from flashckpt.rpc.checks import DIGEST_BYTES as DIGEST_BYTES
+from flashckpt.rpc.checks import MAX_NAME_BYTES as _MAX_NAME_BYTES
+from flashckpt.rpc.checks import MAX_TEXT_BYTES as _MAX_TEXT_BYTES
+from flashckpt.rpc.checks import address as _address
+from flashckpt.rpc.checks import bounded as _bounded
+from flashckpt.rpc.checks import digest16 as digest16
+from flashckpt.rpc.checks import epoch as _epoch
+from flashckpt.rpc.checks import integer as _integer
+from flashckpt.rpc.checks import line as _line
+from flashckpt.rpc.checks import maybe as maybe
+from flashckpt.rpc.checks import name as name
+from flashckpt.rpc.checks import needed as needed
+from flashckpt.rpc.checks import optional as optional
+from flashckpt.rpc.checks import positive as positive
+from flashckpt.rpc.checks import refused as _refused
+from flashckpt.rpc.checks import seconds as seconds
+from flashckpt.rpc.checks import text as _text
+from flashckpt.rpc.checks import world as _world
 from flashckpt.rpc.errors import printable, shorten
 from flashckpt.store.owner import Owner
 from flashckpt.types import Fence, Generation, Launch, Level, Member, Record, Session, ShardId
 from flashckpt.v1 import agent_pb2, common_pb2, peer_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sized
+    from collections.abc import Iterable
 
-_MAX_INTEGER = (1 << 63) - 1
-_MAX_WORLD = 1 << 24
-_MAX_NAME_BYTES = 256
-_MAX_TEXT_BYTES = 4096
 _MAX_PEM_BYTES = 64 << 10
 _MAX_MEMBERS = 1 << 16
 # What a list of a message is looked through for is done under the agent's lock: no longer than an honest one.
 _MAX_HOLDERS = 1 << 10
 _MAX_VOIDS = 1 << 10
-# Epochs are milliseconds since 1970, or a little more than those of a clock that was ahead once.
-_MAX_AHEAD_MS = 100 * 366 * 86400 * 1000
-_MAX_SECONDS = 7 * 86400.0
-DIGEST_BYTES = 16
 _MAX_TICKET_BYTES = 64
 
 
-class _Message(Protocol):
-    def HasField(self, field_name: str) -> bool: ...  # noqa: N802 - protobuf's name
-
-
 _M = TypeVar("_M", covariant=True)
-_T = TypeVar("_T")
-_P = TypeVar("_P")
-_S = TypeVar("_S", bound="Sized")
 
 
 class _Parser(Protocol[_M]):
@@ -412,106 +412,5 @@ def from_refused(message: peer_pb2.PutRefused) -> wire.PutRefused:
     )
 
 
-# --- parts of the above
-
-
-def maybe(value: _T | None, convert: Callable[[_T], _P]) -> _P | None:
-    return None if value is None else convert(value)
-
-
-def digest16(digest: bytes) -> bytes:
-    if len(digest) != DIGEST_BYTES:
-        raise _refused("digest", f"{DIGEST_BYTES} bytes", f"{len(digest)} bytes")
-    return digest
-
-
-def positive(value: int, what: str) -> int:
-    if value == 0:
-        raise _refused(what, "more than 0", value)
-    return _integer(value, what)
-
-
-def seconds(value: float, what: str) -> float:
-    if not 0 <= value <= _MAX_SECONDS:  # false for NaN, too
-        raise _refused(what, f"0 to {_MAX_SECONDS:g} seconds", value)
-    return value
-
-
-def needed(message: _Message, field: str, convert: Callable[[_T], _P]) -> _P:
-    """A part that must be there."""
-    if not message.HasField(field):
-        raise _refused(field, "one", "none")
-    return convert(getattr(message, field))
-
-
-def optional(message: _Message, field: str, convert: Callable[[_T], _P]) -> _P | None:
-    """A part whose absence says something."""
-    return convert(getattr(message, field)) if message.HasField(field) else None
-
-
 def _generations(messages: Iterable[common_pb2.Generation]) -> tuple[Generation, ...]:
     return tuple(map(from_generation, _bounded(list(messages), "voids", _MAX_VOIDS)))
-
-
-def _bounded(items: _S, what: str, most: int) -> _S:
-    if len(items) > most:
-        raise _refused(what, f"at most {most}", len(items))
-    return items
-
-
-def _epoch(value: int, what: str) -> int:
-    """IMPORTANT: whoever hears of a newer launch or fence adopts it for good, and the next launch has to be above it.
-    An epoch without a bound would be the job's last one."""
-    limit = int(time.time() * 1000) + _MAX_AHEAD_MS
-    if value > limit:
-        raise _refused(what, f"at most {limit}", value)
-    return value
-
-
-def _address(value: str) -> str:
-    """Of a node, or "". IMPORTANT: it is what we connect to, and gRPC takes far more for a target: names to resolve,
-    sockets of this machine, control planes."""
-    if not value:
-        return value
-    _text(value, "address", _MAX_NAME_BYTES)
-    try:
-        ipaddress.ip_address(parse_address(value)[0])
-    except (ConfigError, ValueError) as error:
-        raise _refused("address", "host:port with a numeric host", value) from error
-    return value
-
-
-def _line(value: str, what: str) -> str:
-    """Text of another node that ends up in a log, where it must not look like two entries."""
-    return printable(_text(value, what, _MAX_TEXT_BYTES)).replace("\n", "\\n")
-
-
-def _integer(value: int, what: str) -> int:
-    if value > _MAX_INTEGER:
-        raise _refused(what, f"at most {_MAX_INTEGER}", value)
-    return value
-
-
-def _world(value: int) -> int:
-    if not 0 < value <= _MAX_WORLD:
-        raise _refused("world", f"1 to {_MAX_WORLD}", value)
-    return value
-
-
-def name(value: str, what: str) -> str:
-    if not value:
-        raise _refused(what, "a name", "none")
-    return _text(value, what, _MAX_NAME_BYTES)
-
-
-def _text(value: str, what: str, limit_bytes: int) -> str:
-    if len(value.encode()) > limit_bytes:
-        raise _refused(what, f"at most {limit_bytes} bytes", f"{len(value.encode())} bytes")
-    return value
-
-
-def _refused(what: str, expected: str, found: object) -> IncompatibleError:
-    return IncompatibleError(
-        f"{what} of a message: expected {expected}, found {printable(shorten(str(found), 200))}",
-        hint="run the same version of flashckpt on all nodes",
-    )

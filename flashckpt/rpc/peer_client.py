@@ -16,10 +16,11 @@ import grpc
 
 from flashckpt.credentials import Identity
 from flashckpt.errors import ConfigError, CorruptShardError, DeniedError, FlashError, IncompatibleError, PeerError
-from flashckpt.rpc import channels, convert
+from flashckpt.rpc import channels, convert, convert_load
 from flashckpt.rpc.errors import from_call
 from flashckpt.rpc.send import Push
 from flashckpt.rpc.settings import MAX_MESSAGE_BYTES, PEER_SERVICE, VERSION, Keepalive, client_options
+from flashckpt.rpc.take import Take
 from flashckpt.rpc.watchdog import Watchdog
 from flashckpt.v1 import peer_pb2
 
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from flashckpt.credentials import Bundle
-    from flashckpt.rpc.api import Brake, Hello, PutResult, Source
-    from flashckpt.wire import Answer, Envelope, PutOpen
+    from flashckpt.rpc.api import Brake, Hello, PutResult, Source, Taker
+    from flashckpt.wire import Answer, Envelope, GetOpen, GetRefused, PutOpen
 
 # Room for what is around the chunks of a message.
 _MAX_CHUNK_BYTES = MAX_MESSAGE_BYTES - (64 << 10)
@@ -142,6 +143,42 @@ class PeerClient:
             raise translated from error
         finally:
             push.close()
+            call.cancel()
+            self._watchdog.forget(watched)
+
+    def get(self, opening: GetOpen, taker: Taker, timeout: float | None = None) -> GetRefused | None:
+        """Reads a shard, or parts of it. None: the taker has all that was asked for. A refusal may come after a part:
+        the taker knows how far it got.
+
+        Raises PeerError where the connection breaks, the holder stalls, or sends what was not asked for; and whatever
+        the taker raises. What was sent is the taker's to verify.
+        """
+        started = time.monotonic()
+        request = convert_load.to_get(opening, self.node_id).SerializeToString()
+        try:
+            call = channels.call_for_stream(self._channel, f"/{PEER_SERVICE}/Get", request, timeout=timeout)
+        except ValueError as error:  # what gRPC raises for a channel that was closed
+            raise PeerError(f"{self._where()}: Get after close()", peer=self.node_id) from error
+        take = Take(opening, self.node_id, taker)
+        watched = self._watchdog.watch(call.cancel)
+        try:
+            return take.follow(call, watched, self._stall_timeout)
+        except grpc.RpcError as error:
+            if watched.stalled:
+                raise PeerError(
+                    f"{self._where()}: connected, but the get of {opening.shard} made no progress "
+                    f"for {self._stall_timeout:g} s ({take.taken_bytes} bytes were taken)",
+                    peer=self.node_id,
+                    address=self.address,
+                ) from error
+            translated = self._translated(error, "Get", started)
+            if isinstance(translated, PeerError):
+                raise translated from error
+            # Its errors are about itself: out of memory there is not out of memory here.
+            raise PeerError(
+                f"{self._where()}: {translated.message}", hint=translated.hint, peer=self.node_id
+            ) from error
+        finally:
             call.cancel()
             self._watchdog.forget(watched)
 

@@ -16,15 +16,16 @@ import grpc
 
 from flashckpt.credentials import check_peer
 from flashckpt.errors import BusyError, ConfigError, DeniedError, IncompatibleError
-from flashckpt.rpc import convert
+from flashckpt.rpc import convert, convert_load
 from flashckpt.rpc.descriptors import connections_allowed
+from flashckpt.rpc.give import give, refuse
 from flashckpt.rpc.guard import Call, Caller, Guard
 from flashckpt.rpc.receive import Messages, receive
 from flashckpt.rpc.roles import Role
 from flashckpt.rpc.settings import PEER_SERVICE, VERSION, Keepalive, PeerLimits, server_options
 from flashckpt.rpc.watchdog import Watchdog
 from flashckpt.v1 import peer_pb2
-from flashckpt.wire import PutRefused
+from flashckpt.wire import GetRefused, PutRefused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -57,9 +58,10 @@ class PeerServer:
         self._node_id = node_id
         self._limits = limits or PeerLimits()
         self._watchdog = Watchdog(self._limits.idle_timeout)
-        self._lock = threading.Lock()  # protects the three below
+        self._lock = threading.Lock()  # protects the four below
         self._idle = threading.Condition(self._lock)  # no stream is left
         self._streams: Counter[str] = Counter()
+        self._gets: Counter[str] = Counter()
         self._messages: Counter[str] = Counter()
         # For the server's whole life: gRPC can change them, but a flood of handshakes at that moment crashes it, which
         # takes no credentials. Another launch's certificates are another server's.
@@ -81,6 +83,8 @@ class PeerServer:
             "Hello": grpc.stream_unary_rpc_method_handler(self._of_one_message(self._hello)),
             "Tell": grpc.stream_unary_rpc_method_handler(self._of_one_message(self._tell)),
             "Put": grpc.stream_stream_rpc_method_handler(self._put),
+            # One message comes, but see _of_one_message.
+            "Get": grpc.stream_stream_rpc_method_handler(self._get),
         }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(PEER_SERVICE, handlers),))
 
@@ -96,8 +100,9 @@ class PeerServer:
         self._watchdog.close()
         # Streams end by suspending their receivers, and the caller's store has to outlive that.
         with self._idle:
-            if not self._idle.wait_for(lambda: not self._streams, STRAGGLERS_SECONDS):
-                _log.warning("pushes of %s did not end within %g s", sorted(self._streams), STRAGGLERS_SECONDS)
+            if not self._idle.wait_for(lambda: not self._streams and not self._gets, STRAGGLERS_SECONDS):
+                left = sorted({*self._streams, *self._gets})
+                _log.warning("pushes or reads of %s did not end within %g s", left, STRAGGLERS_SECONDS)
         self._pool.shutdown(wait=False)
 
     def __enter__(self) -> PeerServer:
@@ -170,7 +175,7 @@ class PeerServer:
 
         def run(requests: Iterator[bytes], call: Call) -> bytes:
             peer, limits = call.caller.node_id, self._limits
-            most = limits.calls - limits.streams
+            most = limits.calls - limits.streams - limits.gets
             with self._counted(peer, self._messages, "messages", limits.messages_per_peer, most) as reason:
                 if reason:
                     raise BusyError(reason, peer=peer)
@@ -216,6 +221,34 @@ class PeerServer:
             watched=watched,
             idle_timeout=self._limits.idle_timeout,
         )
+
+    def _get(self, requests: Iterator[bytes], call: Call) -> Iterator[bytes]:
+        peer, limits = call.caller.node_id, self._limits
+        with self._counted(peer, self._gets, "reads", limits.gets_per_peer, limits.gets) as reason:
+            watched = self._watchdog.watch(call.context.cancel)
+            try:
+                if reason:
+                    watched.expect(limits.idle_timeout)
+                    yield refuse(GetRefused(reason, retry=True))
+                    return
+                data = Messages(requests, watched, limits.idle_timeout).take()
+                if data is None:
+                    return  # ended or broke before it began
+                get, meant = convert_load.from_get(convert.parse(peer_pb2.GetRequest, data, "Get"))
+                self._check(call, get.sender, meant)
+                answer = self._api.get_open(peer, get)
+                if isinstance(answer, GetRefused):
+                    watched.expect(limits.idle_timeout)
+                    yield refuse(answer)
+                    return
+                with closing(give(answer, get)) as messages:
+                    for message in messages:
+                        # Whoever does not read keeps a thread and a message of ours.
+                        watched.expect(limits.idle_timeout)
+                        yield message
+                        watched.relax()
+            finally:
+                self._watchdog.forget(watched)
 
     @contextmanager
     def _counted(self, peer: str, running: Counter[str], what: str, most_of_peer: int, most: int) -> Iterator[str]:

@@ -15,7 +15,7 @@ _LOCAL = frozenset({Role.OPERATOR, Role.TRAINER})
 _LEASED = frozenset({Role.TRAINER})
 _REMOTE = frozenset({Role.MEMBER})
 
-# Nobody deletes through a call, and other nodes reach nothing but the three calls of their own service.
+# Nobody deletes through a call, and other nodes reach nothing but the four calls of their own service.
 ROLES: dict[str, frozenset[Role]] = {
     "/flashckpt.v1.Agent/Hello": _LOCAL,
     "/flashckpt.v1.Agent/Listen": _LEASED,
@@ -26,12 +26,15 @@ ROLES: dict[str, frozenset[Role]] = {
     "/flashckpt.v1.Agent/Sealed": _LEASED,
     "/flashckpt.v1.Agent/Void": _LEASED,
     "/flashckpt.v1.Agent/Watch": _LEASED,
+    "/flashckpt.v1.Agent/Inventory": _LEASED,
+    "/flashckpt.v1.Agent/Retrieve": _LEASED,
     "/flashckpt.v1.Agent/Bye": _LEASED,
     "/flashckpt.v1.Agent/Status": _LOCAL,
     "/flashckpt.v1.Agent/Stop": _LOCAL,
     "/flashckpt.v1.Peer/Hello": _REMOTE,
     "/flashckpt.v1.Peer/Tell": _REMOTE,
     "/flashckpt.v1.Peer/Put": _REMOTE,
+    "/flashckpt.v1.Peer/Get": _REMOTE,
 }
 
 

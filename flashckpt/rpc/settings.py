@@ -56,19 +56,23 @@ class PeerLimits:
     idle_timeout: float = 30.0  # seconds without a message before a stream is cancelled
     streams: int = 48  # pushes at a time
     streams_per_peer: int = 8
+    gets: int = 32  # reads at a time
+    gets_per_peer: int = 8
     messages_per_peer: int = 8  # calls of one message at a time; an honest node has one or two
-    calls: int = 96  # all calls at a time; each has a thread, so that none waits for another
+    calls: int = 128  # all calls at a time; each has a thread, so that none waits for another
 
     def __post_init__(self) -> None:
         if (
-            not 0 < self.streams_per_peer <= self.streams < self.calls
+            not 0 < self.streams_per_peer <= self.streams
+            or not 0 < self.gets_per_peer <= self.gets
+            or self.streams + self.gets >= self.calls
             or self.messages_per_peer <= 0
             or self.idle_timeout <= 0
         ):
             raise ConfigError(
-                "expected 0 < streams_per_peer <= streams < calls, and positive messages_per_peer and idle_timeout, "
-                f"found {self}",
-                hint="pushes must leave calls for the messages that commit generations",
+                "expected 0 < streams_per_peer <= streams, 0 < gets_per_peer <= gets, streams + gets < calls, "
+                f"and positive messages_per_peer and idle_timeout, found {self}",
+                hint="pushes and reads must leave calls for the messages that commit generations",
             )
 
 

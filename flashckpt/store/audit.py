@@ -16,6 +16,7 @@ from flashckpt.store.names import (
     parse_draft_name,
     parse_fence_name,
     parse_fetched_name,
+    parse_past_name,
     parse_record_name,
     parse_sealed_name,
     parse_slot_name,
@@ -151,7 +152,7 @@ def is_known(place: Place, name: str) -> bool:
         return parse_fetched_name(name) is not None
     if place is not None:
         return is_plain_name(name)
-    parsers = (parse_fence_name, parse_record_name, parse_void_name)
+    parsers = (parse_fence_name, parse_record_name, parse_void_name, parse_past_name)
     return (
         name == SESSION_NAME
         or (name.startswith(AGENT_FILES_PREFIX) and is_plain_name(name))

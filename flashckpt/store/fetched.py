@@ -27,18 +27,28 @@ if TYPE_CHECKING:
 class FetchedFile(SlotFile):
     """One of them, while it is being filled. Several threads may write, each where no other does."""
 
-    __slots__ = ("_directory", "_granule_bytes", "_room", "name")
+    __slots__ = ("_directory", "_give_up_one", "_granule_bytes", "_room", "name")
 
     def __init__(
-        self, directory: Directory, owner: Owner, size_bytes: int, room: Callable[[], Room], granule_bytes: int
+        self,
+        directory: Directory,
+        owner: Owner,
+        size_bytes: int,
+        room: Callable[[], Room],
+        granule_bytes: int,
+        give_up_one: Callable[[], bool],
     ) -> None:
-        """A new file without memory. NoSpaceError where there is no room for even that."""
+        """A new file without memory. NoSpaceError where there is no room for even that.
+
+        `give_up_one` frees a slot that nobody uses; False where there is none.
+        """
         page_bytes = granule_bytes if directory.mount.fs_type == "hugetlbfs" else 0
         if size_bytes <= 0 or (page_bytes and size_bytes % page_bytes):
             raise ConfigError(f"fetched file of {size_bytes} bytes: expected a positive multiple of {page_bytes or 1}")
         file_id = secrets.randbits(64)
         self.name = fetched_name(file_id, owner)
         self._directory, self._room, self._granule_bytes = directory, room, granule_bytes
+        self._give_up_one = give_up_one
         directory.make_private(Private.FETCHED)
         try:
             fd = directory.create_file(Private.FETCHED, self.name)
@@ -58,10 +68,9 @@ class FetchedFile(SlotFile):
         IMPORTANT: nothing may be written anywhere else: the page would come without a look at the room.
         """
         need = sum(length for _, length in ranges)
-        room = self._room()
-        reason = check_room(need, room)
-        if reason is not None:
-            raise no_space(need, room, reason, self._path)
+        while (reason := check_room(need, room := self._room())) is not None:
+            if not self._give_up_one():
+                raise no_space(need, room, reason, self._path)
         for start, length in ranges:
             unit = self._page_bytes or 1
             first, end = start // unit * unit, -(-(start + length) // unit) * unit

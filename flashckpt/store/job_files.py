@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from flashckpt.store.directory import Directory
     from flashckpt.store.room import RoomReader
-    from flashckpt.types import Fence, Generation, Record
+    from flashckpt.types import Fence, Generation, Launch, Record
 
 _forks = 0
 
@@ -75,6 +75,20 @@ class JobFiles:
     def write_session(self, payload: bytes) -> None:
         with self._writing_small(len(payload)):
             session.write_session(self._directory, payload, self._owner)
+
+    def read_past_sessions(self) -> tuple[tuple[Launch, bytes], ...]:
+        """Of earlier launches, newest last."""
+        self._check_usable()
+        return session.read_past(self._directory)
+
+    def write_past_session(self, launch: Launch, payload: bytes) -> None:
+        """Keeps the newest four."""
+        with self._writing_small(len(payload)):
+            session.write_past(self._directory, launch, payload, self._owner)
+
+    def remove_past_session(self, launch: Launch) -> bool:
+        self._check_usable()
+        return session.remove_past(self._directory, launch)
 
     def write_record(self, record: Record) -> None:
         """Keeps the newest four; of those, what the fence kills goes first."""

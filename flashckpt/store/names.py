@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from flashckpt.errors import ConfigError
 from flashckpt.store.owner import Owner
-from flashckpt.types import Fence, Generation, ShardId
+from flashckpt.types import Fence, Generation, Launch, ShardId
 
 MAX_JOB_BYTES = 256
 SESSION_NAME = "session"
@@ -41,6 +41,7 @@ _SEALED = re.compile(
     rf"e{_NUMBER}-([0-9a-f]{{16}})-{_NUMBER}-{_NUMBER}\.r{_NUMBER}-{_NUMBER}"
     rf"\.t([0-9a-f]{{8}})\.s([0-9a-f]{{16}})\.{_WRITER}"
 )
+_PAST = re.compile(rf"past-{_NUMBER}-([0-9a-f]{{16}})")
 _FETCHED = re.compile(rf"f([0-9a-f]{{16}})\.{_WRITER}")
 _FENCE = re.compile(rf"fence-{_NUMBER}-([0-9a-f]{{16}})-(-?){_NUMBER}")
 _RECORD = re.compile(rf"record-{_NUMBER}-([0-9a-f]{{16}})-{_NUMBER}-{_NUMBER}")
@@ -152,6 +153,17 @@ def record_name(generation: Generation) -> str:
 def parse_record_name(name: str) -> Generation | None:
     match = _RECORD.fullmatch(name)
     return None if match is None else _generation(*match.groups())
+
+
+def past_name(launch: Launch) -> str:
+    return f"past-{_within(launch.epoch, _U64, 'epoch')}-{_within(launch.nonce, _U64, 'nonce'):016x}"
+
+
+def parse_past_name(name: str) -> Launch | None:
+    """Of the session of an earlier launch."""
+    match = _PAST.fullmatch(name)
+    launch = None if match is None else Launch(int(match[1]), int(match[2], 16))
+    return launch if launch is not None and launch.epoch <= _U64 else None
 
 
 def draft_name(kind: Draft, writer: Owner, random64: int) -> str:

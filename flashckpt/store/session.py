@@ -1,6 +1,7 @@
 """What the agent has to know to go on after a restart without the trainers, as bytes that only it understands.
 
-One file, replaced as a whole; only the agent writes it, and there is one agent a directory.
+One file, replaced as a whole; only the agent writes it, and there is one agent a directory. Beside it the sessions of
+earlier launches that shards are left of, a file `past-<launch>` each: they say who would have what is missing.
 
 Failpoints: `before_session` · `after_session`.
 """
@@ -12,32 +13,61 @@ from typing import TYPE_CHECKING
 
 from flashckpt.errors import UnsafeDirectoryError
 from flashckpt.failpoints import failpoint
-from flashckpt.store.names import SESSION_NAME, Draft
+from flashckpt.store.names import SESSION_NAME, Draft, parse_past_name, past_name
 from flashckpt.store.small_files import frame, read_framed, write_aside
 
 if TYPE_CHECKING:
     from flashckpt.store.directory import Directory
     from flashckpt.store.owner import Owner
+    from flashckpt.types import Launch
 
 _log = logging.getLogger(__name__)
+KEPT_PAST = 4
 _MAGIC = b"FCSESSN1"
 
 
 def read_session(directory: Directory) -> bytes | None:
     """None where there is none, or none that can be believed."""
-    try:
-        payload = read_framed(directory, SESSION_NAME, _MAGIC)
-    except FileNotFoundError:
-        return None
-    except UnsafeDirectoryError as error:
-        _log.warning("session ignored: %s", error)
-        return None
-    if payload is None:
-        _log.warning("session %s/%s is torn or foreign; ignored", directory.path, SESSION_NAME)
-    return payload
+    return _read(directory, SESSION_NAME)
+
+
+def read_past(directory: Directory) -> tuple[tuple[Launch, bytes], ...]:
+    """Of earlier launches, newest last; what can't be believed is left out."""
+    found = ((launch, _read(directory, past_name(launch))) for launch in _launches(directory))
+    return tuple((launch, payload) for launch, payload in found if payload is not None)
+
+
+def write_past(directory: Directory, launch: Launch, payload: bytes, writer: Owner) -> None:
+    """Keeps the newest few."""
+    write_aside(directory, past_name(launch), frame(_MAGIC, payload, directory.job), Draft.SESSION, writer)
+    for old in _launches(directory)[:-KEPT_PAST]:
+        remove_past(directory, old)
+
+
+def remove_past(directory: Directory, launch: Launch) -> bool:
+    return directory.remove(None, past_name(launch))
 
 
 def write_session(directory: Directory, payload: bytes, writer: Owner) -> None:
     failpoint("before_session")
     write_aside(directory, SESSION_NAME, frame(_MAGIC, payload, directory.job), Draft.SESSION, writer)
     failpoint("after_session")
+
+
+def _read(directory: Directory, name: str) -> bytes | None:
+    try:
+        payload = read_framed(directory, name, _MAGIC)
+    except FileNotFoundError:
+        return None
+    except UnsafeDirectoryError as error:
+        _log.warning("session ignored: %s", error)
+        return None
+    if payload is None:
+        _log.warning("session %s/%s is torn or foreign; ignored", directory.path, name)
+    return payload
+
+
+def _launches(directory: Directory) -> list[Launch]:
+    """Oldest first."""
+    found = [launch for name in directory.names(None) if (launch := parse_past_name(name)) is not None]
+    return sorted(found, key=lambda launch: (launch.epoch, launch.nonce))

@@ -412,10 +412,13 @@ class SlotStore(JobFiles):
     # -- parts of shards that an agent fetched -------------------------------------------------------------
 
     def create_fetched(self, size_bytes: int) -> FetchedFile:
-        """Agents only: a file as long as a shard, without memory; `FetchedFile.remove` ends it."""
+        """Agents only: a file as long as a shard, without memory; `FetchedFile.remove` ends it. Free slots are given up
+        before it raises NoSpaceError."""
         self._check_usable()
         self._directory.check_still_ours()
-        return FetchedFile(self._directory, self._owner, size_bytes, self._room, self.granule_bytes)
+        return FetchedFile(
+            self._directory, self._owner, size_bytes, self._room, self.granule_bytes, self._supply.give_up_one
+        )
 
     def open_fetched(self, name: str) -> int:
         """A descriptor for reading, the caller's to close. NotFoundError where the load that needed it has ended."""

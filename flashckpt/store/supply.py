@@ -343,12 +343,12 @@ class Supply:
             try:
                 allocate(fd, start, size_bytes - start, self._room, granule_bytes=self.granule_bytes, path=path)
             except NoSpaceError:
-                if not self._give_up_one() and (spare is None or not self.unlink_one(spare)):
+                if not self.give_up_one() and (spare is None or not self.unlink_one(spare)):
                     raise
             else:
                 return
 
-    def _give_up_one(self) -> bool:
+    def give_up_one(self) -> bool:
         """Unlinks a free slot to make room; False where there is none."""
 
         def preference(candidate: Free) -> tuple[bool, int]:

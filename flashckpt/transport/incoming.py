@@ -15,26 +15,21 @@ from __future__ import annotations
 import contextlib
 import enum
 import hashlib
-import os
 import struct
 import threading
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 from flashckpt import native
 from flashckpt.errors import (
     ClosedError,
     ConfigError,
-    ConflictError,
-    CorruptShardError,
-    IncompatibleError,
-    NotFoundError,
 )
 from flashckpt.failpoints import failpoint
-from flashckpt.format.caps import CRC_BYTES, DATA_ALIGNMENT_BYTES, MAX_HEADER_BYTES, PREAMBLE_BYTES
+from flashckpt.format.caps import CRC_BYTES, DATA_ALIGNMENT_BYTES, PREAMBLE_BYTES
 from flashckpt.format.refuse import corrupt
-from flashckpt.format.shard import name_of, read_envelope
-from flashckpt.transport.outgoing import DIGEST_BYTES, PIECE_BYTES, hold
+from flashckpt.transport.outgoing import DIGEST_BYTES, PIECE_BYTES
+from flashckpt.transport.sealing import seal
+from flashckpt.transport.stage import MAX_HEAD_BYTES, Stage
 from flashckpt.types import Held
 
 if TYPE_CHECKING:
@@ -45,9 +40,6 @@ if TYPE_CHECKING:
     from flashckpt.types import ShardId
 
 _CRC = struct.Struct("<I")
-_MAX_HEAD_BYTES = -(-(PREAMBLE_BYTES + MAX_HEADER_BYTES) // DATA_ALIGNMENT_BYTES) * DATA_ALIGNMENT_BYTES
-# Two receivers of one shard that see each other withdraw both; then one has to try again.
-_SEAL_ATTEMPTS = 3
 
 
 class State(enum.Enum):
@@ -56,15 +48,6 @@ class State(enum.Enum):
     DATA = "data"  # the head is right; chunks may follow
     SEALED = "sealed"
     ABANDONED = "abandoned"
-
-
-@dataclass(frozen=True, slots=True)
-class _Table:
-    """What the receiver needs of a header. Its layout, which is most of it, is not kept."""
-
-    data_offset_bytes: int
-    chunk_bytes: int
-    chunk_crcs: bytes
 
 
 class Incoming:
@@ -103,7 +86,7 @@ class Incoming:
         self._hash = hashlib.blake2b(digest_size=DIGEST_BYTES)
         self._slot: SlotFile = store.claim_file(size_bytes)
         try:
-            self._stage = _Stage(size_bytes)
+            self._stage = Stage(size_bytes)
         except BaseException:
             store.abandon(self._slot)
             raise
@@ -210,34 +193,12 @@ class Incoming:
         self._state = State.DATA
 
     def _seal(self) -> Held:
-        self._slot.write_at(0, self._preamble)
-        for attempt in range(1, _SEAL_ATTEMPTS + 1):
-            try:
-                self._store.seal(self._slot, self.shard, self.tag)
-            except ConflictError:
-                other = self._find_other()
-                if other is None and attempt < _SEAL_ATTEMPTS:
-                    continue
-                self._slot.write_at(0, bytes(PREAMBLE_BYTES))
-                if other is None or other.digest != self.digest:
-                    raise
-                self._abandon()
-                self._state = State.SEALED
-                return other
-            else:
-                break
+        held = Held(self.shard, self.digest, self.size_bytes, self.tag)
+        found = seal(self._store, self._job, self._slot, held, self._preamble)
+        if found is not held:
+            self._abandon()
         self._state = State.SEALED
-        return Held(self.shard, self.digest, self.size_bytes, self.tag)
-
-    def _find_other(self) -> Held | None:
-        try:
-            return find_held(self._store, self._job, self.shard)
-        except (CorruptShardError, IncompatibleError) as error:
-            # Ours is good: the other one only keeps it out.
-            for sealed in self._store.scan():
-                if sealed.shard == self.shard:
-                    self._store.quarantine(sealed, error.message)
-            return None
+        return found
 
     def _abandon(self) -> None:
         if self._state in (State.SEALED, State.ABANDONED):
@@ -273,60 +234,11 @@ class Incoming:
     def _check_announcement(self, max_shard_bytes: int | None) -> None:
         if len(self.digest) != DIGEST_BYTES:
             self._refuse(f"a digest of {DIGEST_BYTES} bytes", f"{len(self.digest)}")
-        if self.head_bytes % DATA_ALIGNMENT_BYTES or not 0 < self.head_bytes <= _MAX_HEAD_BYTES:
+        if self.head_bytes % DATA_ALIGNMENT_BYTES or not 0 < self.head_bytes <= MAX_HEAD_BYTES:
             self._refuse(
-                f"a head of {DATA_ALIGNMENT_BYTES} to {_MAX_HEAD_BYTES} bytes, in whole pages", f"{self.head_bytes}"
+                f"a head of {DATA_ALIGNMENT_BYTES} to {MAX_HEAD_BYTES} bytes, in whole pages", f"{self.head_bytes}"
             )
         if self.size_bytes < self.head_bytes:
             self._refuse(f"a shard of at least its head's {self.head_bytes} bytes", f"{self.size_bytes}")
         if max_shard_bytes is not None and self.size_bytes > max_shard_bytes:
             self._refuse(f"a shard of at most {max_shard_bytes} bytes", f"{self.size_bytes}")
-
-
-def find_held(store: SlotStore, job: str, shard: ShardId) -> Held | None:
-    """The shard if it lies sealed here. CorruptShardError, IncompatibleError: it does, but is not what it should be."""
-    sealed = store.find(shard)
-    if sealed is None:
-        return None
-    try:
-        fd = store.open_shard(sealed)
-    except NotFoundError:
-        return None
-    try:
-        return hold(fd, sealed, job=job)
-    finally:
-        os.close(fd)
-
-
-class _Stage:
-    """Where a head lies until it is known to be right: memory outside this process's heap, freed with it.
-
-    Not in the slot: with its preamble in place the slot would look like a shard, without it it can't be parsed.
-    """
-
-    def __init__(self, size_bytes: int) -> None:
-        self._fd = os.memfd_create("flashckpt-head", os.MFD_CLOEXEC)
-        # As long as the shard, because its length is checked; only what is written takes memory.
-        os.ftruncate(self._fd, size_bytes)
-
-    def write(self, offset: int, piece: memoryview) -> None:
-        done = 0
-        while done < len(piece):
-            done += os.pwrite(self._fd, piece[done:], offset + done)
-
-    def read(self, offset: int, length: int) -> bytes:
-        return os.pread(self._fd, length, offset)
-
-    def parse(self, where: str, shard: ShardId, job: str) -> _Table:
-        name = name_of(self._fd)
-        try:
-            envelope = read_envelope(self._fd, expect=shard, job=job)
-        except (CorruptShardError, IncompatibleError) as error:
-            message = f"{where}: {error.message.removeprefix(name + ': ')}"
-            raise type(error)(message, hint=error.hint, **{**error.fields, "where": where}) from error
-        return _Table(envelope.data_offset_bytes, envelope.chunk_bytes, envelope.chunk_crcs)
-
-    def close(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)

@@ -38,11 +38,28 @@ from flashckpt.credentials import Bundle  # noqa: E402
 from flashckpt.errors import BusyError, DeadlineError, FencedError, FlashError  # noqa: E402
 from flashckpt.failpoints import failpoint  # noqa: E402
 from flashckpt.format.layout import encode_layout, fingerprint  # noqa: E402
-from flashckpt.format.shard import DEFAULT_CHUNK_BYTES, encode_header, geometry, seal_bytes  # noqa: E402
+from flashckpt.format.shard import (  # noqa: E402
+    DEFAULT_CHUNK_BYTES,
+    encode_header,
+    geometry,
+    read_header,
+    seal_bytes,
+)
+from flashckpt.load.agent_memory import AgentMemory  # noqa: E402
 from flashckpt.save.agent_slots import AgentSlots  # noqa: E402
 from flashckpt.save.handle import SaveHandle  # noqa: E402
 from flashckpt.store.slots import SlotStore  # noqa: E402
-from flashckpt.types import Fence, Generation, Layout, Level, Outcome, ShardId  # noqa: E402
+from flashckpt.types import (  # noqa: E402
+    ChunkRange,
+    Fence,
+    Generation,
+    Layout,
+    Level,
+    Outcome,
+    Portion,
+    Retrieval,
+    ShardId,
+)
 
 _CLONE_NEWNET = 0x40000000
 _PR_SET_PDEATHSIG = 1
@@ -128,6 +145,61 @@ class LightRank:
         launch = self.slots.launch
         self.slots.put_fence(Fence(step, launch.epoch, launch.nonce), base and Generation(*base))
 
+    def do_inventory(self, timeout=10.0):
+        found = AgentMemory(self.link, self.store).inventory(timeout)
+        return {
+            "node": found.node_id,
+            "holdings": [
+                {
+                    "shard": _shard_text(one.held.shard),
+                    "digest": one.held.digest.hex(),
+                    "size_bytes": one.held.size_bytes,
+                    "tag": one.held.tag,
+                    "level": one.level.name.lower(),
+                    "verified": one.verified,
+                }
+                for one in found.holdings
+            ],
+            "fence": found.fence and [found.fence.step, found.fence.epoch, found.fence.nonce],
+            "quarantined": found.quarantined,
+            "past": [[one.launch.epoch, one.launch.nonce, len(one.members)] for one in found.past],
+        }
+
+    def do_retrieve(self, wanted, timeout=20.0):
+        """Keeps what was fetched until `let_go`; the answer says what its bytes are like."""
+        progress = []
+        self.retrieved = AgentMemory(self.link, self.store).retrieve(
+            [_retrieval(one) for one in wanted], timeout, lambda *seen: progress.append(seen)
+        )
+        places = self.retrieved.__enter__()
+        found = {}
+        for one in wanted:
+            shard = _shard(one["shard"])
+            name = places[shard]
+            fd = self.store.open_fetched(name) if name else self.store.open_shard(self.store.find(shard))
+            found[one["shard"]] = {"name": name, **self._examine(fd, shard, one)}
+        return {"places": found, "progress": progress}
+
+    def _examine(self, fd, shard, one):
+        try:
+            header = read_header(fd, expect=shard, job=self.job)
+            right = content(shard, header.data_length_bytes)
+            size, at = header.chunk_bytes, header.data_offset_bytes
+            chunks = -(-header.data_length_bytes // size)
+            asked = {i for ranges, _ in one["portions"] for first, n in ranges for i in range(first, first + n)}
+            good = [
+                index
+                for index in range(chunks)
+                if os.pread(fd, size, at + index * size) == right[index * size : (index + 1) * size]
+            ]
+            taken = os.fstat(fd).st_blocks * 512
+            return {"chunks": chunks, "good": good, "asked": sorted(asked), "taken_bytes": taken, "head_bytes": at}
+        finally:
+            os.close(fd)
+
+    def do_let_go(self):
+        self.retrieved.__exit__(None, None, None)
+
     def do_exit(self):
         self.slots.close()
         self.store.close()
@@ -200,6 +272,23 @@ def content(shard, length):
 
 def digest(data):
     return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def _shard_text(shard):
+    return " ".join(map(str, (*shard.generation, shard.rank, shard.world)))
+
+
+def _shard(text):
+    *generation, rank, world = map(int, text.split())
+    return ShardId(Generation(*generation), rank, world)
+
+
+def _retrieval(one):
+    portions = tuple(
+        Portion(tuple(ChunkRange(*r) for r in ranges), tuple(sources)) for ranges, sources in one["portions"]
+    )
+    digest = bytes.fromhex(one["digest"])
+    return Retrieval(_shard(one["shard"]), digest, one["tag"], one["size_bytes"], one["whole"], portions)
 
 
 def _bundle(pems):

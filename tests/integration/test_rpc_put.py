@@ -466,7 +466,7 @@ def test_closing_the_client_ends_its_pushes(serve, connect, api):
 
 
 def test_streams_are_counted_for_each_node_and_for_all(serve, connect, api, stream):
-    address = serve(limits=PeerLimits(streams=3, streams_per_peer=2, calls=8))
+    address = serve(limits=PeerLimits(streams=3, streams_per_peer=2, gets=1, gets_per_peer=1, calls=9))
     silent = [stream(address), stream(address, "c")]
     for one, name in zip(silent, "ac", strict=True):
         one.send(opening_message(Shard.make(rank="ac".index(name)), name))
@@ -530,7 +530,7 @@ def test_closing_a_server_waits_for_a_stuck_push_only_so_long(serve, connect, ap
     assert api.opened.acquire(timeout=WAIT)
     assert api.receivers[0].took.acquire(timeout=WAIT)
     serve.servers[0].close()
-    assert "pushes of ['a'] did not end within 0.3 s" in caplog.text
+    assert "pushes or reads of ['a'] did not end within 0.3 s" in caplog.text
     assert isinstance(ended.get(timeout=WAIT), PeerError)
     thread.join(WAIT)
 

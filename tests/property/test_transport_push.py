@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from flashckpt.errors import ClosedError, ConfigError, CorruptShardError, FlashError
 from flashckpt.store.slots import SlotStore
-from flashckpt.transport.incoming import State, find_held
+from flashckpt.transport.incoming import State
+from flashckpt.transport.sealing import find_held
 from flashckpt.transport.throttle import Throttle
 from tests.unit.test_transport_incoming import CONTENT, SENDER, flipped, sealed_content, shard_id
 

@@ -66,7 +66,16 @@ def test_keepalive_needs_time(time, timeout):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"streams_per_peer": 0}, {"streams_per_peer": 49}, {"streams": 96}, {"idle_timeout": 0.0}]
+    "wrong",
+    [
+        {"streams_per_peer": 0},
+        {"streams_per_peer": 49},
+        {"streams": 96},
+        {"gets_per_peer": 0},
+        {"gets": 80},
+        {"calls": 80},
+        {"idle_timeout": 0.0},
+    ],
 )
 def test_limits_that_would_lock_others_out_are_refused(wrong):
     with pytest.raises(ConfigError, match="streams_per_peer"):

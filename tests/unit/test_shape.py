@@ -15,7 +15,7 @@ ROOT = Path(flashckpt.__file__).parent
 # A new edge here is a decision, not an accident.
 OUTSIDE = {
     "persist": {"torch", "numpy", "fsspec", "format", "store", "native", "save", "load", "transport"},
-    "agent": {"persist", "rpc", "transport", "store", "placement", "credentials", "address"},
+    "agent": {"persist", "rpc", "transport", "store", "format", "placement", "credentials", "address"},
     "rpc": {"grpc", "google", "v1", "store", "credentials", "address"},  # protobuf types stop here
     "transport": {"store", "format", "native"},
     "placement": set(),
@@ -24,7 +24,20 @@ OUTSIDE = {
     "testing": {"torch", "native", "store", "format", "agent", "checkpointer"},
     "state": {"torch", "format"},
     "save": {"torch", "state", "format", "store", "native", "agent", "rpc", "credentials", "placement"},
-    "load": {"torch", "numpy", "rich", "state", "format", "store", "native", "save", "agent", "transport", "placement"},
+    "load": {
+        "torch",
+        "numpy",
+        "rich",
+        "state",
+        "format",
+        "store",
+        "native",
+        "save",
+        "agent",
+        "transport",
+        "rpc",
+        "placement",
+    },
     "checkpointer": {"torch", "state", "save", "load", "store", "join", "rpc", "agent"},
     "training": {"torch", "numpy", "state", "save", "load", "manager", "persist"},
     "discover": {"persist"},
@@ -74,6 +87,7 @@ PURE = [
     "agent/transfers.py",
     "agent/messages.py",
     "agent/session.py",
+    "agent/sources.py",
 ]
 
 

@@ -29,8 +29,9 @@ from flashckpt.format.layout import encode_layout, fingerprint
 from flashckpt.format.shard import encode_header, geometry, invalidate, seal_bytes
 from flashckpt.store.slots import SlotStore
 from flashckpt.transport import incoming as incoming_module
-from flashckpt.transport.incoming import Incoming, State, find_held
+from flashckpt.transport.incoming import Incoming, State
 from flashckpt.transport.outgoing import Outgoing, digest_of, hold
+from flashckpt.transport.sealing import find_held
 from flashckpt.types import Generation, Held, Layout, ShardId
 
 CHUNK = 8192

@@ -1,0 +1,94 @@
+"""What other nodes read of the shards that lie here.
+
+Failpoints: `before_get` (asked, not yet answered) · `mid_get` (before each chunk) · `after_get` (the last one is read).
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from flashckpt.agent.messages import DeclineGet, GetAsked, Rotten, Serve
+from flashckpt.errors import CorruptShardError, FlashError, InternalError
+from flashckpt.failpoints import failpoint
+from flashckpt.wire import GetInfo, GetRefused
+
+if TYPE_CHECKING:
+    from flashckpt.agent.shell import OpenShard, Shell
+    from flashckpt.types import Held, ShardId
+    from flashckpt.wire import GetOpen
+
+_log = logging.getLogger(__name__)
+
+
+def open_get(shell: Shell, peer: str, get: GetOpen) -> Reading | GetRefused:
+    """The core decides; what it lets go is opened here."""
+    failpoint("before_get")
+    for effect in shell.feed(GetAsked(get)):
+        if isinstance(effect, DeclineGet):
+            return effect.refused
+        if isinstance(effect, Serve):
+            return _open(shell, peer, get, effect.held)
+    raise InternalError(f"no answer to a get of {get.shard}")
+
+
+def _open(shell: Shell, peer: str, get: GetOpen, held: Held) -> Reading | GetRefused:
+    try:
+        opened = shell.open_shard(held.shard)
+    except CorruptShardError as error:
+        shell.feed(Rotten(held.shard, error.message))
+        return GetRefused(f"the copy here is bad: {error.message}", retry=False)
+    except FlashError as error:  # released or set aside in this very moment
+        return GetRefused(error.message, retry=False)
+    except OSError as error:  # out of descriptors, say
+        return GetRefused(f"{held.shard} can't be opened: {error}", retry=True)
+    if opened.digest != get.digest:
+        opened.close()
+        return GetRefused("another content lies here under that name", retry=False)
+    last = get.ranges[-1].first + get.ranges[-1].count - 1 if get.ranges else -1
+    return Reading(shell, peer, opened, held.tag, last)
+
+
+class Reading:
+    """One shard, or parts of it, on the way to one node (rpc's Giver). Reading verifies."""
+
+    def __init__(self, shell: Shell, peer: str, opened: OpenShard, tag: int, last_chunk: int) -> None:
+        self._shell = shell
+        self._peer = peer
+        self._opened = opened
+        self._last_chunk = last_chunk
+        self.info = GetInfo(opened.size_bytes, opened.head_bytes, opened.chunk_bytes, tag)
+
+    @property
+    def head_bytes(self) -> int:
+        return self._opened.head_bytes
+
+    @property
+    def chunk_bytes(self) -> int:
+        return self._opened.chunk_bytes
+
+    @property
+    def chunks(self) -> int:
+        return self._opened.chunks
+
+    @property
+    def shard(self) -> ShardId:
+        return self._opened.shard
+
+    def read_head(self, offset: int, limit: int) -> bytes:
+        return self._opened.read_head(offset, limit)
+
+    def read_chunk(self, index: int) -> bytes:
+        failpoint("mid_get")
+        data = self._opened.read_chunk(index)
+        if index == self._last_chunk:
+            failpoint("after_get")
+        return data
+
+    def rotten(self, error: Exception) -> None:
+        _log.warning("%s was to be read by %r: %s", self.shard, self._peer, error)
+        # Where it was released meanwhile it is nobody's rot, and the core knows it no more.
+        self._shell.feed(Rotten(self.shard, getattr(error, "message", str(error))))
+
+    def close(self) -> None:
+        self._opened.close()

@@ -1,0 +1,263 @@
+"""The reader's half of a retrieval: a shard, or parts of it, from several holders at once, verified chunk by chunk.
+
+    HEAD ──head is right──▶ DATA ──want, chunks in any order──▶ finish ──▶ DONE
+      └───────────────────────┴──────────── abandon ────────────▶ ABANDONED
+
+A whole shard is received into a slot and sealed, as a replica is. A part goes into a sparse file beside the shards,
+with memory behind nothing but the head and the chunks that are wanted. The preamble comes last in both.
+
+Failpoints: `mid_retrieve` (a chunk is verified, not yet written) · `before_fetched_seal`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import hashlib
+import struct
+import threading
+from typing import TYPE_CHECKING, NoReturn
+
+from flashckpt import native
+from flashckpt.errors import ClosedError, ConfigError
+from flashckpt.failpoints import failpoint
+from flashckpt.format.caps import CRC_BYTES, DATA_ALIGNMENT_BYTES, PREAMBLE_BYTES
+from flashckpt.format.refuse import corrupt
+from flashckpt.store.fetched import FetchedFile
+from flashckpt.transport.outgoing import DIGEST_BYTES, PIECE_BYTES
+from flashckpt.transport.sealing import seal
+from flashckpt.transport.stage import MAX_HEAD_BYTES, Stage
+from flashckpt.types import ChunkRange, Held
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from typing_extensions import Buffer
+
+    from flashckpt.store.handles import SlotFile
+    from flashckpt.store.slots import SlotStore
+    from flashckpt.transport.stage import Table
+    from flashckpt.types import Retrieval
+
+_CRC = struct.Struct("<I")
+
+
+class State(enum.Enum):
+    HEAD = "head"  # nothing is known of it yet
+    DATA = "data"  # the head is right; chunks may follow
+    DONE = "done"
+    ABANDONED = "abandoned"
+
+
+class Gathering:
+    """One shard that is being retrieved. Threads may share it."""
+
+    def __init__(self, store: SlotStore, job: str, retrieval: Retrieval, *, max_shard_bytes: int | None = None) -> None:
+        """Takes the slot of a whole one at once: what can't be kept is not fetched (NoSpaceError)."""
+        self.shard = retrieval.shard
+        self.whole = retrieval.whole
+        self.head_bytes = 0
+        self.chunk_bytes = 0
+        self._held = Held(retrieval.shard, retrieval.digest, retrieval.size_bytes, retrieval.tag)
+        self._where = f"fetched copy of {retrieval.shard}"
+        self._store = store
+        self._job = job
+        if max_shard_bytes is not None and self.size_bytes > max_shard_bytes:
+            self._refuse(f"a shard of at most {max_shard_bytes} bytes", f"{self.size_bytes}")
+        self._lock = threading.Lock()  # protects what follows, and each write: nobody writes after abandon()
+        self._state = State.HEAD
+        self._chunk_crcs = b""
+        self._preamble = b""
+        self._have = bytearray()
+        self._wanted = bytearray()
+        self._file: SlotFile | None = store.claim_file(self.size_bytes) if self.whole else None
+
+    @property
+    def size_bytes(self) -> int:
+        return self._held.size_bytes
+
+    @property
+    def digest(self) -> bytes:
+        return self._held.digest
+
+    @property
+    def tag(self) -> int:
+        return self._held.tag
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    @property
+    def chunks(self) -> int:
+        """How many there are; 0 until the head is known."""
+        return len(self._chunk_crcs) // CRC_BYTES
+
+    def length_of(self, index: int) -> int:
+        return min(self.chunk_bytes, self.size_bytes - self.head_bytes - index * self.chunk_bytes)
+
+    def missing(self, ranges: Iterable[ChunkRange]) -> tuple[ChunkRange, ...]:
+        """Of these, what has not come yet: what the next holder is asked for."""
+        with self._lock:
+            found: list[ChunkRange] = []
+            for one in ranges:
+                at = one.first
+                while (first := self._have.find(0, at, one.first + one.count)) >= 0:
+                    end = self._have.find(1, first, one.first + one.count)
+                    at = one.first + one.count if end < 0 else end
+                    found.append(ChunkRange(first, at - first))
+            return tuple(found)
+
+    def read_head(self) -> HeadReader:
+        """For one attempt to get the head from one holder."""
+        return HeadReader(self, self._job)
+
+    def take_head(self, table: Table, stage: Stage) -> None:
+        """Of a head whose digest is right. A second one changes nothing."""
+        with self._lock:
+            self._check_state("a head", State.HEAD, State.DATA)
+            if self._state is State.DATA:
+                return
+            if self._file is None:
+                file = self._store.create_fetched(self.size_bytes)
+                try:
+                    file.give_memory([(0, table.data_offset_bytes)])
+                except BaseException:
+                    file.remove()
+                    raise
+                self._file = file
+            for offset in range(PREAMBLE_BYTES, table.data_offset_bytes, PIECE_BYTES):
+                piece = stage.read(offset, min(PIECE_BYTES, table.data_offset_bytes - offset))
+                self._file.write_at(offset, piece)
+            self._preamble = stage.read(0, PREAMBLE_BYTES)
+            self.head_bytes, self.chunk_bytes = table.data_offset_bytes, table.chunk_bytes
+            self._chunk_crcs = table.chunk_crcs
+            self._have, self._wanted = bytearray(self.chunks), bytearray(self.chunks)
+            self._state = State.DATA
+
+    def want(self, ranges: Iterable[ChunkRange]) -> int:
+        """Makes room for these chunks (NoSpaceError), and returns how many bytes they have. Once, after the head."""
+        ranges = tuple(ranges)
+        with self._lock:
+            self._check_state("what is wanted", State.DATA)
+            for one in ranges:
+                if one.first < 0 or one.count <= 0 or one.first + one.count > self.chunks:
+                    self._refuse(f"chunks from 0 to {self.chunks - 1}", f"{one.first} to {one.first + one.count - 1}")
+                if any(self._wanted[one.first : one.first + one.count]):
+                    self._refuse(
+                        "each chunk in one portion", f"one of {one.first} to {one.first + one.count - 1} in two"
+                    )
+                self._wanted[one.first : one.first + one.count] = b"\1" * one.count
+            if isinstance(self._file, FetchedFile):
+                self._file.give_memory([self._bytes_of(one) for one in ranges])
+        return sum(length for _, length in map(self._bytes_of, ranges))
+
+    def put_chunk(self, index: int, data: Buffer) -> None:
+        """A chunk, whole. CorruptShardError: its checksum is wrong. One that is here already changes nothing."""
+        with memoryview(data).cast("B") as chunk:
+            if not 0 <= index < self.chunks or not self._wanted[index]:
+                self._refuse("a chunk that is wanted", f"chunk {index} of {self.chunks}")
+            if len(chunk) != self.length_of(index):
+                self._refuse(f"{self.length_of(index)} bytes of chunk {index}", f"{len(chunk)}")
+            (expected,) = _CRC.unpack_from(self._chunk_crcs, index * CRC_BYTES)
+            found = native.crc32c(chunk)
+            if found != expected:
+                corrupt(f"{self._where}: chunk {index}", f"crc32c {expected:#010x}", f"{found:#010x}")
+            failpoint("mid_retrieve")
+            with self._lock:
+                self._check_state(f"chunk {index}", State.DATA)
+                if self._file is not None and not self._have[index]:
+                    self._file.write_at(self.head_bytes + index * self.chunk_bytes, chunk)
+                    self._have[index] = 1
+
+    def finish(self) -> str:
+        """Makes it whole: "" = it is a shard now, else the name of the file. ConflictError where another content lies
+        here under that name."""
+        with self._lock:
+            self._check_state("the end", State.DATA)
+            lacking = sum(self._wanted) - sum(self._have)
+            if lacking or (self.whole and not all(self._have)):
+                self._refuse("all chunks that are wanted", f"the end with {lacking} missing")
+            failpoint("before_fetched_seal")
+            if isinstance(self._file, FetchedFile):
+                self._file.write_at(0, self._preamble)
+                self._file.close()
+                self._state = State.DONE
+                return self._file.name
+            if self._file is not None:
+                found = seal(self._store, self._job, self._file, self._held, self._preamble)
+                if found is not self._held:
+                    self._store.abandon(self._file)
+            self._file = None
+            self._state = State.DONE
+            return ""
+
+    def abandon(self) -> None:
+        """Gives back what did not become a shard, also after finish(). May be called at any time and again."""
+        with self._lock:
+            file, self._file = self._file, None
+            self._state = State.ABANDONED
+        # A store that was closed has given a slot back already.
+        with contextlib.suppress(ClosedError):
+            if isinstance(file, FetchedFile):
+                file.remove()
+            elif file is not None:
+                self._store.abandon(file)
+
+    def _bytes_of(self, one: ChunkRange) -> tuple[int, int]:
+        start = self.head_bytes + one.first * self.chunk_bytes
+        return start, min(one.count * self.chunk_bytes, self.size_bytes - start)
+
+    def _check_state(self, what: str, *allowed: State) -> None:
+        if self._state in (State.DONE, State.ABANDONED):
+            raise ClosedError(
+                f"{self._where}: expected nothing after it was {self._state.value}, found {what}", shard=self.shard
+            )
+        if self._state not in allowed:
+            self._refuse("the head first", what)
+
+    def _refuse(self, expected: str, found: str) -> NoReturn:
+        raise ConfigError(f"{self._where}: expected {expected}, found {found}", shard=self.shard)
+
+
+class HeadReader:
+    """One attempt to get the head. Nothing of it counts before all of it is known to be right."""
+
+    def __init__(self, gathering: Gathering, job: str) -> None:
+        self._gathering = gathering
+        self._job = job
+        self._where = f"fetched copy of {gathering.shard}"
+        self._stage = Stage(gathering.size_bytes)
+        self._hash = hashlib.blake2b(digest_size=DIGEST_BYTES)
+        self._head_bytes = 0
+
+    def expect(self, size_bytes: int, head_bytes: int, tag: int) -> None:
+        """What the holder says of its copy."""
+        wanted = (self._gathering.size_bytes, self._gathering.tag)
+        if (size_bytes, tag) != wanted:
+            corrupt(self._where, f"size {wanted[0]} and tag {wanted[1]}", f"{size_bytes} and {tag}")
+        if head_bytes % DATA_ALIGNMENT_BYTES or not 0 < head_bytes <= min(MAX_HEAD_BYTES, size_bytes):
+            corrupt(self._where, f"a head of 1 to {min(MAX_HEAD_BYTES, size_bytes)} bytes", f"{head_bytes}")
+        self._head_bytes = head_bytes
+
+    def put(self, offset: int, data: Buffer) -> None:
+        """The next piece. CorruptShardError, IncompatibleError with the last one: it is not the head of that shard."""
+        with memoryview(data).cast("B") as piece:
+            if offset + len(piece) > self._head_bytes:
+                corrupt(self._where, f"a head of {self._head_bytes} bytes", f"a piece up to {offset + len(piece)}")
+            self._stage.write(offset, piece)
+            self._hash.update(piece)
+            if offset + len(piece) == self._head_bytes:
+                self._check()
+
+    def _check(self) -> None:
+        found = self._hash.digest()
+        if found != self._gathering.digest:
+            corrupt(f"{self._where}: head", f"digest {self._gathering.digest.hex()}", found.hex())
+        table = self._stage.parse(self._where, self._gathering.shard, self._job)
+        if table.data_offset_bytes != self._head_bytes:
+            corrupt(self._where, f"data at {self._head_bytes}", f"at {table.data_offset_bytes}")
+        self._gathering.take_head(table, self._stage)
+
+    def close(self) -> None:
+        self._stage.close()
