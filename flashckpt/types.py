@@ -249,7 +249,7 @@ class NodeInventory:
     holdings: tuple[Holding, ...]
     fence: Fence | None
     quarantined: int  # files that failed verification and were set aside
-    damaged: tuple[tuple[ShardId, str], ...]  # found bad while this was made, with the reason; not among the holdings
+    damaged: tuple[tuple[ShardId, str], ...]  # found bad here lately, with the reason; not among the holdings
     past: tuple[Session, ...]  # of earlier launches, newest last: they say who would have a shard that is missing
 
 

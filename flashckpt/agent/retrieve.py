@@ -56,7 +56,7 @@ _NEWS_SECONDS = 0.1
 _MAX_GET_RANGES = 1024  # of one request; a portion with more asks again
 
 
-class _CannotBeHadError(FlashError):
+class _CannotBeHadError(Exception):
     """No source of a part of a shard is left."""
 
     def __init__(self, shard: ShardId, reasons: tuple[tuple[str, str], ...]) -> None:

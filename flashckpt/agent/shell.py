@@ -67,6 +67,7 @@ _CREDENTIALS = "credentials"
 _TICK_SECONDS = 0.2
 _LEASES_SECONDS = 0.5
 _SCAN_SECONDS = 2.0
+_MAX_DAMAGED = 64  # that are remembered
 _FATAL = 75  # exit code: a decision could not be made durable
 
 
@@ -100,6 +101,7 @@ class Shell:
         self._files: dict[ShardId, SealedFile] = {}
         self._set_aside: set[ShardId] = set()  # found bad when they were to be adopted
         self._verified: set[SealedFile] = set()  # every chunk, by this very agent
+        self._damaged: dict[ShardId, str] = {}  # set aside by this very agent, with the reason; oldest first
         self._kept: Session | None = None  # the session as it lies in the directory
         self._past: dict[Launch, Session] = {}  # of earlier launches that shards are left of
         self.trainers = Trainers(self)
@@ -249,6 +251,12 @@ class Shell:
         sealed = self._files.pop(shard, None)
         if sealed is not None:
             self.store.quarantine(sealed, reason)
+            self._note_damaged(shard, reason)
+
+    def _note_damaged(self, shard: ShardId, reason: str) -> None:
+        self._damaged[shard] = reason
+        while len(self._damaged) > _MAX_DAMAGED:
+            self._damaged.pop(next(iter(self._damaged)))
 
     # --- shards ---------------------------------------------------------------------------------------------
 
@@ -287,6 +295,7 @@ class Shell:
         except FlashError as error:
             self.store.quarantine(sealed, error.message)
             self._set_aside.add(sealed.shard)
+            self._note_damaged(sealed.shard, error.message)
             return None
         finally:
             os.close(fd)
@@ -357,6 +366,7 @@ class Shell:
                 ),
                 self._core.fence,
                 quarantined,
+                tuple((shard, reason) for shard, reason in self._damaged.items() if shard not in self._core.held),
                 tuple(one for one in self._past.values() if session is None or one.launch != session.launch),
             )
 

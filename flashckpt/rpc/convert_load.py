@@ -115,6 +115,10 @@ def to_inventory(inventory: NodeInventory) -> agent_pb2.InventoryResponse:
         fence=checks.maybe(inventory.fence, convert.to_fence),
         quarantined=inventory.quarantined,
         past=map(convert.to_session, inventory.past),
+        damaged=[
+            agent_pb2.Damaged(shard=convert.to_shard(shard), reason=shorten(reason, _MAX_REASON_BYTES))
+            for shard, reason in inventory.damaged
+        ],
     )
 
 
@@ -124,6 +128,7 @@ def from_inventory(message: agent_pb2.InventoryResponse) -> NodeInventory:
         tuple(map(_from_holding, message.holdings)),
         checks.optional(message, "fence", convert.from_fence),
         message.quarantined,
+        tuple((checks.needed(one, "shard", convert.from_shard), printable(one.reason)) for one in message.damaged),
         tuple(map(convert.from_session, message.past)),
     )
 

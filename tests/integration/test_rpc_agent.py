@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import queue
 import socket
@@ -19,11 +20,31 @@ from flashckpt.credentials import Bundle
 from flashckpt.errors import AgentError, BusyError, ConfigError, DeniedError, FlashError, IncompatibleError
 from flashckpt.rpc.agent_client import AgentClient
 from flashckpt.rpc.agent_server import AgentServer
-from flashckpt.rpc.api import VERSION, Lease, Progress
+from flashckpt.rpc.api import (
+    VERSION,
+    Lease,
+    Progress,
+    Retrieved,
+    RetrieveFailed,
+    RetrieveProgress,
+    ShardProblem,
+)
 from flashckpt.rpc.roles import ROLES, Role
 from flashckpt.rpc.settings import Keepalive
 from flashckpt.store.owner import Owner
-from flashckpt.types import Fence, Level, Member, Session, ShardId
+from flashckpt.types import (
+    ChunkRange,
+    Fence,
+    Held,
+    Holding,
+    Level,
+    Member,
+    NodeInventory,
+    Portion,
+    Retrieval,
+    Session,
+    ShardId,
+)
 from tests.conftest import environment
 from tests.integration.rpc_world import GENERATION, LAUNCH, WAIT
 
@@ -39,6 +60,34 @@ SESSION = Session(
     2,
 )
 FENCE = Fence(-1, 5, 6)
+INVENTORY = NodeInventory(
+    "node-a",
+    (
+        Holding(Held(SHARD, bytes(range(16)), 1 << 40, (1 << 32) - 1), Level.REPLICATED, verified=True),
+        Holding(Held(ShardId(GENERATION, 0, 4), bytes(16), 4096, 0), Level.SEALED, verified=False),
+    ),
+    FENCE,
+    3,
+    ((ShardId(GENERATION, 3, 4), "chunk 7 is bad"),),
+    (SESSION,),
+)
+RETRIEVALS = (
+    Retrieval(SHARD, bytes(range(16)), 7, 1 << 40, True, (Portion((ChunkRange(0, 1 << 30),), ("a", "nöde")),)),
+    Retrieval(
+        ShardId(GENERATION, 0, 4),
+        bytes(16),
+        0,
+        4096,
+        False,
+        (Portion((ChunkRange(1, 2), ChunkRange(3, 1)), ("a",)), Portion((), ("b",))),
+    ),
+)
+PLACE = "f0123456789abcdef.w1-2-0a1b2c3d-4"
+NEWS = [
+    RetrieveProgress(0, 0),
+    RetrieveProgress(5, 1 << 40),
+    Retrieved(((SHARD, ""), (ShardId(GENERATION, 0, 4), PLACE))),
+]
 
 
 class MemoryAgent:
@@ -50,6 +99,7 @@ class MemoryAgent:
         self.lease = Lease(TICKET, os.getpid(), "node-a", 4096)
         self.news = queue.Queue()
         self.watch_ended = threading.Event()
+        self.retrieve_ended = threading.Event()
         self.watched = threading.Event()
 
     def _note(self, *call):
@@ -104,6 +154,20 @@ class MemoryAgent:
         finally:
             self.watch_ended.set()
 
+    def inventory(self, *arguments):
+        self._note("inventory", *arguments)
+        return INVENTORY
+
+    def retrieve(self, *arguments):
+        self._note("retrieve", *arguments)
+        try:
+            yield from NEWS
+            while True:
+                yield None
+                time.sleep(0.01)
+        finally:
+            self.retrieve_ended.set()
+
     def bye(self, *arguments):
         self._note("bye", *arguments)
 
@@ -149,6 +213,7 @@ CALLS = {
     "prepare": ((TICKET, 4096, 3, 30.0), None, None),
     "sealed": ((TICKET, SHARD, (1 << 64) - 1, 5), None, None),
     "void": ((TICKET, GENERATION), None, None),
+    "inventory": ((TICKET, 5.0), INVENTORY, (TICKET,)),
     "bye": ((TICKET,), None, None),
     "status": ((), {"node": "node-a", "list": [1, 2.5, None, "ü"]}, None),
     "stop": ((1.5,), None, None),
@@ -173,9 +238,54 @@ def test_what_may_be_absent_arrives_as_none(client, api):
     ]
 
 
+def test_a_retrieval_ends_with_its_caller(client, api):
+    news = client.retrieve(TICKET, RETRIEVALS, 2.5)
+    assert [next(news) for _ in NEWS] == NEWS
+    assert api.calls == [("retrieve", TICKET, RETRIEVALS, 2.5)]
+    assert not api.retrieve_ended.wait(0.2)
+    news.close()
+    assert api.retrieve_ended.wait(WAIT)
+
+
+def test_a_retrieval_that_fails_says_why(client, api, monkeypatch):
+    problem = ShardProblem(SHARD, (("a", "gone"), ("", "no\x1b[31m room")))
+    monkeypatch.setattr(f"{__name__}.NEWS", [RetrieveFailed((problem,))])
+    (found,) = next(client.retrieve(TICKET, RETRIEVALS, 2.5)).problems
+    assert found == ShardProblem(SHARD, (("a", "gone"), ("", "no\\x1b[31m room")))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"portions": ()},
+        {"portions": (Portion((), ()),)},
+        {"portions": (Portion((ChunkRange(0, 0),), ("a",)),)},
+        {"portions": (Portion((ChunkRange(4, 2), ChunkRange(5, 1)), ("a",)),)},
+        {"portions": (Portion((ChunkRange(4, 2), ChunkRange(0, 1)), ("a",)),)},
+        {"portions": (Portion((ChunkRange((1 << 63) - 1, 2),), ("a",)),)},
+        {"digest": b"short"},
+        {"tag": 1 << 32},
+        {"size_bytes": 0},
+    ],
+)
+def test_retrievals_that_can_not_be(client, api, wrong):
+    with pytest.raises(IncompatibleError):
+        next(client.retrieve(TICKET, (dataclasses.replace(RETRIEVALS[0], **wrong),), 1.0))
+    with pytest.raises(IncompatibleError, match="a shard each"):
+        next(client.retrieve(TICKET, (RETRIEVALS[0], RETRIEVALS[0]), 1.0))
+    assert api.calls == []
+
+
+def test_a_plan_that_is_too_long_is_not_sent(client, api):
+    ranges = tuple(ChunkRange(3 * i, 1) for i in range(1 << 20))
+    with pytest.raises(ConfigError, match="at most"):
+        next(client.retrieve(TICKET, (dataclasses.replace(RETRIEVALS[0], portions=(Portion(ranges, ("a",)),)),), 1.0))
+    assert api.calls == []
+
+
 def test_all_methods_of_the_service_were_tried():
     names = {method.rpartition("/")[2].lower() for method in ROLES if "Agent" in method}
-    assert names == {name.replace("_", "") for name in CALLS} | {"watch"}
+    assert names == {name.replace("_", "") for name in CALLS} | {"watch", "retrieve"}
 
 
 @pytest.mark.parametrize("method", [name for name in CALLS if name not in ("hello", "status", "stop")])
