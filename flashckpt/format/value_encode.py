@@ -45,6 +45,25 @@ class _Out(bytearray):
     items = 0
 
 
+class Encoded:
+    """A value that many keys have, encoded once. It comes back as the value itself."""
+
+    __slots__ = ("data", "items")
+
+    def __init__(self, data: bytes, items: int) -> None:
+        self.data, self.items = data, items
+
+
+def encode_once(value: Any) -> Encoded | None:
+    """None where it can't be held; the key to blame for it is not known here."""
+    out = _Out()
+    try:
+        _value(out, value, 1)
+    except _RefusedError:
+        return None
+    return Encoded(bytes(out), out.items)
+
+
 def encode_values(values: Mapping[str, Any]) -> bytes:
     """`{fqn: value}` in its own order. UnsupportedValueError names the key of what can't be held."""
     if not values:
@@ -217,6 +236,13 @@ def _refuse_same_hashes(keys: Iterable[Any]) -> None:
                 raise _RefusedError(f"more than {MAX_SAME_HASH} keys with one hash", "use other keys")
 
 
+def _encoded(out: _Out, value: Encoded, depth: int) -> None:
+    if depth != 1:
+        raise _RefusedError("a value that was encoded before, inside of another", "it may stand alone under its key")
+    out.items += value.items - 1
+    out += value.data
+
+
 def _slice(out: _Out, value: slice, depth: int) -> None:
     out.append(tags.SLICE)
     for part in (value.start, value.stop, value.step):
@@ -287,6 +313,7 @@ _ENCODERS: dict[type, Callable[[_Out, Any, int], None]] = {
     bytes: _raw(tags.BYTES),
     bytearray: _raw(tags.BYTEARRAY),
     tags.Blob: _raw(tags.BLOB),
+    Encoded: _encoded,
     list: _sequence(tags.LIST),
     tuple: _sequence(tags.TUPLE),
     dict: _dict(tags.DICT),

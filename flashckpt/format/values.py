@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashckpt.format.value_decode import decode_values
-from flashckpt.format.value_encode import encode_values
+from flashckpt.format.value_encode import Encoded, encode_once, encode_values
 from flashckpt.format.value_tags import Blob
 
-__all__ = ["Blob", "decode_values", "encode_values"]
+__all__ = ["Blob", "Encoded", "decode_values", "encode_once", "encode_values"]

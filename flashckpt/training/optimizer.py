@@ -10,14 +10,16 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from flashckpt.errors import ConfigError, StructureError
+from flashckpt.format.values import encode_once
+from flashckpt.state.flatten import Whole
 from flashckpt.training.names import Renaming
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from torch import nn
 
-STATE, GROUPS = "state", "param_groups"
+STATE, GROUPS, TENSORS = "state", "param_groups", "param_group_tensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,11 @@ class _Template:
 
 
 class OptimizerState:
-    """A Stateful: `state.<parameter>.<name>` and `param_groups.<parameter>.<option>`, as DCP flattens them."""
+    """A Stateful: `state.<parameter>.<name>`, and `param_groups.<parameter>` with the options of its group.
+
+    Options are by parameter, because a group is not the same in another pipeline split; those of one group are encoded
+    once. Options that are tensors (a learning rate under torch.compile) are `param_group_tensors.<parameter>.<name>`.
+    """
 
     def __init__(self, owned: Sequence[Owned]) -> None:
         self.owned = tuple(owned)
@@ -48,19 +54,22 @@ class OptimizerState:
 
     def capture(self, overlap: bool) -> dict[str, Any]:
         """For a save. An optimizer that has not taken a step yet is not made to take one: it has options only."""
-        merged: dict[str, Any] = {STATE: {}, GROUPS: {}}
+        merged: dict[str, Any] = {STATE: {}, GROUPS: {}, TENSORS: {}}
         for owned in self.owned:
             with _no_first_step(owned.optimizer):
-                _merge(merged, get_optimizer_state_dict(owned.part, owned.optimizer), Renaming())
+                state = get_optimizer_state_dict(owned.part, owned.optimizer)
+            _merge(merged, state, Renaming(), lambda options: encode_once(options) or options)
         if overlap:
             # A scheduler changes a learning rate that is a tensor outside of optimizer.step().
-            for options in merged[GROUPS].values():
-                options.update({k: v.clone() for k, v in options.items() if isinstance(v, torch.Tensor)})
-        return merged
+            merged[TENSORS] = {
+                name: {key: value.clone() for key, value in tensors.items()}
+                for name, tensors in merged[TENSORS].items()
+            }
+        return _without_empty(merged)
 
     def state_dict(self) -> dict[str, Any]:
         """For a load: room for all that the checkpoint may hold, also in an optimizer that never took a step."""
-        merged: dict[str, Any] = {STATE: {}, GROUPS: {}}
+        merged: dict[str, Any] = {STATE: {}, GROUPS: {}, TENSORS: {}}
         self._templates = []
         for owned in self.owned:
             fresh = not owned.optimizer.state
@@ -68,10 +77,12 @@ class OptimizerState:
                 state = get_optimizer_state_dict(owned.part, owned.optimizer)
             groups = [list(group["params"]) for group in cast("list[dict[str, Any]]", state[GROUPS])]
             self._templates.append(_Template(owned, groups, fresh))
-            _merge(merged, state, self.renaming)
-        return merged
+            _merge(merged, state, self.renaming, lambda options: options)
+        return _without_empty(merged)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        moments, tensors = state.get(STATE, {}), state.get(TENSORS, {})
+        options = {name: {**one.value, **tensors.get(name, {})} for name, one in state[GROUPS].items()}
         for template in self._templates:
             names = [name for group in template.groups for name in group]
             unfilled = {name for name in names if not self._was_saved(name)}
@@ -80,8 +91,8 @@ class OptimizerState:
                 template.owned.part,
                 template.owned.optimizer,
                 {
-                    STATE: {name: state[STATE][saved[name]] for name in names if saved[name] in state[STATE]},
-                    GROUPS: [_group(group, state[GROUPS], saved) for group in template.groups],
+                    STATE: {name: moments[saved[name]] for name in names if saved[name] in moments},
+                    GROUPS: [_group(group, options, saved) for group in template.groups],
                 },
             )
             _forget(template, unfilled)
@@ -132,13 +143,23 @@ def own(parts: Sequence[nn.Module], optimizer: Any) -> tuple[Owned, ...]:
     return tuple(owned)
 
 
-def _merge(merged: dict[str, Any], state: dict[str, Any], renaming: Renaming) -> None:
+def _merge(
+    merged: dict[str, Any], state: dict[str, Any], renaming: Renaming, form: Callable[[dict[str, Any]], Any]
+) -> None:
     for name, values in state[STATE].items():
         merged[STATE][renaming.saved_name(name)] = values
     for group in state[GROUPS]:
-        options = {key: value for key, value in group.items() if key != "params"}
+        tensors = {key: value for key, value in group.items() if isinstance(value, torch.Tensor)}
+        formed = form({key: value for key, value in group.items() if key != "params" and key not in tensors})
         for name in group["params"]:
-            merged[GROUPS][renaming.saved_name(name)] = dict(options)
+            merged[GROUPS][renaming.saved_name(name)] = Whole(formed)
+            if tensors:
+                merged[TENSORS][renaming.saved_name(name)] = dict(tensors)
+
+
+def _without_empty(merged: dict[str, Any]) -> dict[str, Any]:
+    """Nothing is not a key: an optimizer without moments has none under that name."""
+    return {key: value for key, value in merged.items() if value}
 
 
 def _group(names: list[str], saved_options: dict[str, Any], saved: dict[str, str]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from flashckpt.errors import IncompatibleError, UnsupportedValueError
-from flashckpt.format.values import Blob, decode_values, encode_values
+from flashckpt.format.values import Blob, decode_values, encode_once, encode_values
 from tests.compat.make_golden import samples
 from tests.compat.sameness import plain
 
@@ -195,3 +195,12 @@ def test_sixty_thousand_scalars_are_quick():
     took = time.process_time() - start
     assert decode_values(raw) == values
     assert took < 0.5
+
+
+def test_a_value_that_many_keys_have_is_encoded_once():
+    value = {"lr": 0.1, "betas": (0.9, 0.95), "fused": None}
+    once = encode_once(value)
+    assert encode_values({"a": once, "b": once}) == encode_values({"a": value, "b": value})
+    assert encode_once({"x": object()}) is None
+    with pytest.raises(UnsupportedValueError, match="inside of another"):
+        encode_values({"a": [once]})

@@ -39,7 +39,7 @@ OUTSIDE = {
         "placement",
     },
     "checkpointer": {"torch", "state", "save", "load", "store", "join", "rpc", "agent"},
-    "training": {"torch", "numpy", "state", "save", "load", "manager", "persist"},
+    "training": {"torch", "numpy", "format", "state", "save", "load", "manager", "persist"},
     "discover": {"persist"},
     "export": {"torch", "safetensors", "format", "load", "store"},
     "manager": {"torch", "checkpointer", "training", "save", "load"},

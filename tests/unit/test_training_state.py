@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from flashckpt import ConfigError, PerRank, StructureError
+from flashckpt.format.values import decode_values, encode_values
 from flashckpt.state.flatten import Whole, flatten
 from flashckpt.training.assemble import TrainingState
 from flashckpt.training.model import ModelState
@@ -33,8 +34,8 @@ def test_capturing_a_fresh_optimizer_does_not_make_it_take_a_step():
     stepped = []
     optimizer.register_step_post_hook(lambda *_: stepped.append(1))
     captured = OptimizerState(own([model], optimizer)).capture(overlap=False)
-    assert captured["state"] == {}
-    assert captured["param_groups"]["weight"]["lr"] == 1e-3
+    assert "state" not in captured
+    assert decode_values(encode_values({"x": captured["param_groups"]["weight"].value}))["x"]["lr"] == 1e-3
     assert not stepped
     assert not optimizer.state
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -84,7 +85,7 @@ def test_groups_that_were_split_otherwise_are_refused():
     optimizer = torch.optim.SGD([{"params": [model.weight, model.bias]}], lr=0.1)
     state = OptimizerState(own([model], optimizer))
     template = state.state_dict()
-    template["param_groups"]["bias"]["weight_decay"] = 0.5
+    template["param_groups"]["bias"] = Whole({**template["param_groups"]["bias"].value, "weight_decay": 0.5})
     with pytest.raises(StructureError, match=r"'weight' and 'bias' are in one group now.*weight_decay 0 and 0\.5"):
         state.load_state_dict(template)
 
@@ -94,10 +95,10 @@ def test_a_learning_rate_that_is_a_tensor_is_copied_when_overlapping():
     rate = torch.tensor(0.1)
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     state = OptimizerState(own([model], optimizer))
-    assert state.capture(overlap=False)["param_groups"]["weight"]["lr"] is rate
+    assert state.capture(overlap=False)["param_group_tensors"]["weight"]["lr"] is rate
     captured = state.capture(overlap=True)
     rate.fill_(0.7)
-    assert captured["param_groups"]["weight"]["lr"] == torch.tensor(0.1)
+    assert captured["param_group_tensors"]["weight"]["lr"] == torch.tensor(0.1)
 
 
 def test_optimizers_that_do_not_fit_the_model():
