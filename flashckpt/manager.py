@@ -204,9 +204,10 @@ class CheckpointManager:
         self.maybe_wait_for_staging()
         excluded = self.config.exclude_from_loading if exclude_from_loading is None else exclude_from_loading
         self._check_names("exclude_from_loading", excluded)
-        wanted = tuple(part for part in (*self._state.parts, DATALOADER) if part not in excluded)
-        wish = Wish(tuple(dict.fromkeys(wanted)), strict, expect, on_mismatch)
-        template = self._state.template(wish.parts)
+        parts = tuple(part for part in self._state.parts if part not in excluded)
+        kept = tuple({DATALOADER} - {*parts, *excluded})
+        wish = Wish(parts, kept, strict, expect, on_mismatch)
+        template = self._state.template((*parts, *kept))
         with self._renamed(Renaming(key_mapping)):
             result = self._checkpointer.load(
                 template.state_dict,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from flashckpt.errors import ConfigError, StructureError
 from flashckpt.state.regions import plain_local
@@ -22,10 +23,11 @@ class ModelState:
     def __init__(self, parts: Sequence[nn.Module]) -> None:
         self.parts = tuple(parts)
         self.renaming = Renaming()  # of the load that is under way
+        self._names: dict[int, dict[str, str]] = {}  # of each part: state_dict()'s names → the parameters' own
 
     def capture(self, overlap: bool) -> dict[str, Any]:
         """For a save. With `overlap` buffers are copied here: a forward pass changes them (running means)."""
-        state = self._collect()
+        state = self._collect(quick=True)
         if not overlap:
             return state
         # Address 0: nothing to copy here, or a wrapper without one address, which is copied to be safe.
@@ -46,10 +48,11 @@ class ModelState:
             own = {fqn: state[self.renaming.saved_name(fqn)] for fqn in get_model_state_dict(part)}
             set_model_state_dict(part, own, options=StateDictOptions(strict=True))
 
-    def _collect(self) -> dict[str, Any]:
+    def _collect(self, quick: bool = False) -> dict[str, Any]:
         merged: dict[str, Any] = {}
-        for part in self.parts:
-            for fqn, value in get_model_state_dict(part).items():
+        for number, part in enumerate(self.parts):
+            told = (self._told(number) if quick else None) or get_model_state_dict(part)
+            for fqn, value in told.items():
                 if fqn in merged:
                     raise StructureError(
                         f"key {fqn!r}: two parts of the model have it",
@@ -58,6 +61,21 @@ class ModelState:
                     )
                 merged[fqn] = value
         return merged
+
+    def _told(self, number: int) -> dict[str, Any] | None:
+        """What torch's helper would tell, without finding every name anew: that takes longer than a small copy."""
+        part = self.parts[number]
+        if any(isinstance(module, FullyShardedDataParallel) for module in part.modules()):
+            return None  # FSDP1 gathers in state_dict(), unless the helper tells it not to
+        state: dict[str, Any] = part.state_dict()
+        known = self._names.get(number)
+        if known is None or known.keys() != state.keys():
+            helped = get_model_state_dict(part)
+            known = {key: key.removeprefix("module.").replace("_orig_mod.", "") for key in state}
+            if set(known.values()) != set(helped) or len(known) != len(helped):
+                return helped
+            self._names[number] = known
+        return {known[key]: value for key, value in state.items()}
 
 
 def model_parts(model: Any) -> tuple[nn.Module, ...]:

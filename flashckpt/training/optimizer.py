@@ -39,6 +39,36 @@ class _Template:
     was_fresh: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """The names of an optimizer's parameters, group by group."""
+
+    names: list[list[str]]
+    parameters: list[list[torch.Tensor]]
+
+    def pairs(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for names, parameters in zip(self.names, self.parameters, strict=True):
+            yield from zip(names, parameters, strict=True)
+
+    def fit(self, optimizer: torch.optim.Optimizer) -> bool:
+        groups = [group["params"] for group in optimizer.param_groups]
+        return [len(names) for names in self.names] == list(map(len, groups)) == list(
+            map(len, self.parameters)
+        ) and all(
+            a is b
+            for mine, theirs in zip(self.parameters, groups, strict=True)
+            for a, b in zip(mine, theirs, strict=True)
+        )
+
+    def agree(self, optimizer: torch.optim.Optimizer, told: dict[str, Any]) -> bool:
+        """Whether torch's helper told the optimizer's own tensors (it makes others for FSDP1's flat parameters)."""
+        return all(
+            value is optimizer.state.get(parameter, {}).get(key)
+            for name, parameter in self.pairs()
+            for key, value in told.get(name, {}).items()
+        )
+
+
 class OptimizerState:
     """A Stateful: `state.<parameter>.<name>`, and `param_groups.<parameter>` with the options of its group.
 
@@ -51,13 +81,13 @@ class OptimizerState:
         self.renaming = Renaming()  # of the load that is under way
         self.saved_parameters: Collection[str] | None = None  # with state in the checkpoint; None: not known
         self._templates: list[_Template] = []
+        self._names: dict[int, _Names] = {}
 
     def capture(self, overlap: bool) -> dict[str, Any]:
         """For a save. An optimizer that has not taken a step yet is not made to take one: it has options only."""
         merged: dict[str, Any] = {STATE: {}, GROUPS: {}, TENSORS: {}}
         for owned in self.owned:
-            with _no_first_step(owned.optimizer):
-                state = get_optimizer_state_dict(owned.part, owned.optimizer)
+            state = self._told(owned) or self._ask(owned)
             _merge(merged, state, Renaming(), lambda options: encode_once(options) or options)
         if overlap:
             # A scheduler changes a learning rate that is a tensor outside of optimizer.step().
@@ -66,6 +96,33 @@ class OptimizerState:
                 for name, tensors in merged[TENSORS].items()
             }
         return _without_empty(merged)
+
+    def _ask(self, owned: Owned) -> dict[str, Any]:
+        """torch's helper finds every name anew, which takes longer than the copy of a small state. Remembers them."""
+        with _no_first_step(owned.optimizer):
+            state = cast("dict[str, Any]", get_optimizer_state_dict(owned.part, owned.optimizer))
+        names = [group["params"] for group in state[GROUPS]]
+        parameters = [list(group["params"]) for group in owned.optimizer.param_groups]
+        known = _Names(names, parameters)
+        if (
+            _tells_as_it_is(owned.optimizer)
+            and known.fit(owned.optimizer)
+            and known.agree(owned.optimizer, state[STATE])
+        ):
+            self._names[id(owned.optimizer)] = known
+        return state
+
+    def _told(self, owned: Owned) -> dict[str, Any] | None:
+        """The same from the optimizer itself, as long as its parameters are those whose names are known."""
+        known = self._names.get(id(owned.optimizer))
+        if known is None or not known.fit(owned.optimizer):
+            return None
+        state = owned.optimizer.state
+        named = {name: state[p] for name, p in known.pairs() if p in state}
+        groups = [
+            {**group, "params": names} for group, names in zip(owned.optimizer.param_groups, known.names, strict=True)
+        ]
+        return {STATE: {name: values for name, values in named.items() if values}, GROUPS: groups}
 
     def state_dict(self) -> dict[str, Any]:
         """For a load: room for all that the checkpoint may hold, also in an optimizer that never took a step."""
@@ -141,6 +198,12 @@ def own(parts: Sequence[nn.Module], optimizer: Any) -> tuple[Owned, ...]:
         seen.update(map(id, parameters))
         owned.append(Owned(next(iter(found.values())), one))
     return tuple(owned)
+
+
+def _tells_as_it_is(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether state_dict() is torch's own and nobody hooked into it."""
+    hooks = [getattr(optimizer, f"_optimizer_state_dict_{when}_hooks", None) for when in ("pre", "post")]
+    return type(optimizer).state_dict is torch.optim.Optimizer.state_dict and not any(hooks)
 
 
 def _merge(

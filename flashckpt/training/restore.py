@@ -50,6 +50,7 @@ class Wish:
     """What the caller of `load` asked for."""
 
     parts: tuple[str, ...]  # of the manager, without those excluded
+    kept: tuple[str, ...]  # parts that have no owner yet; taken where they are there
     strict: bool
     expect: Mapping[str, Any] | None
     on_mismatch: OnMismatch
@@ -68,7 +69,8 @@ def choose_parts(wish: Wish, saved: Collection[str], step: int) -> tuple[tuple[s
             keys=needed,
             step=step,
         )
-    return tuple(part for part in wish.parts if part in saved), f"not saved: {', '.join(absent)}" if absent else ""
+    found = tuple(part for part in (*wish.parts, *wish.kept) if part in saved)
+    return found, f"not saved: {', '.join(absent)}" if absent else ""
 
 
 def screen(found: Found, wish: Wish, optimizer: OptimizerState | None) -> Callable[[str], bool]:

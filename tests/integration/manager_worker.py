@@ -1,6 +1,6 @@
 """Run by torchrun: trains a small model under a CheckpointManager; every rank writes what it did to a file of its own.
 
-manager_worker.py LAYOUT MEMORY_DIR OUT_DIR STEPS [--kill-after STEP] [--signal RANK:STEP] [--linger]
+manager_worker.py LAYOUT MEMORY_DIR OUT_DIR STEPS [--kill-after STEP] [--usr1 RANK:STEP] [--linger]
 """
 
 import argparse
@@ -85,7 +85,8 @@ def build(layout, rank, world):
                 fully_shard(block, mesh=mesh["dp"])
             fully_shard(model, mesh=mesh["dp"])
     if layout in ("fsdp", "hsdp"):
-        mesh = init_device_mesh("cpu", (world,) if layout == "fsdp" else (2, world // 2))
+        names, shape = (("dp",), (world,)) if layout == "fsdp" else (("copies", "dp"), (2, world // 2))
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         for block in model.layers.values():
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
@@ -120,7 +121,7 @@ def main():
     parser.add_argument("out_dir")
     parser.add_argument("steps", type=int)
     parser.add_argument("--kill-after", type=int, default=0)
-    parser.add_argument("--signal", default="")
+    parser.add_argument("--usr1", default="")
     parser.add_argument("--linger", action="store_true", help="go on until stopped")
     parser.add_argument("--interval", type=int, default=2)
     parser.add_argument("--persist-dir")
@@ -170,7 +171,7 @@ def main():
                 scheduler.step()
             dist.barrier()  # every layout is synchronous, also those that need nothing of each other
             tell("step", step, digest=digest(parts, optimizers, loader), loss=loss.item().hex())
-            if options.signal == f"{rank}:{step}":
+            if options.usr1 == f"{rank}:{step}":
                 os.kill(os.getpid(), signal.SIGUSR1)
             handle = manager.save(step, extra={"tokens": 10 * step}, compat={"layout": options.layout})
             if handle is not None:

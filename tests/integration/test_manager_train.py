@@ -92,7 +92,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_all(run, torchrun, memory_
 
 
 def test_a_signal_to_one_rank_stops_all_at_one_step(run):
-    out = run("signalled", 2, "fsdp", 100_000, "--signal", "1:5", "--interval", "1000")
+    out = run("signalled", 2, "fsdp", 100_000, "--usr1", "1:5", "--interval", "1000")
     stopped = told(out, "stopped")
     assert {rank: [(one["step"], one["outcome"]) for one in lines] for rank, lines in stopped.items()} == {
         0: [(6, "ok")],

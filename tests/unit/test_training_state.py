@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 from flashckpt import ConfigError, PerRank, StructureError
 from flashckpt.format.values import decode_values, encode_values
@@ -142,6 +143,40 @@ def test_tied_weights_stay_one_tensor():
     assert captured["embed.weight"].data_ptr() == captured["head.weight"].data_ptr()
     state.load_state_dict(captured)
     assert model["head"].weight is model["embed"].weight
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of torch.compile's own imports
+@pytest.mark.parametrize("wrap", [lambda m: m, torch.compile])
+def test_a_capture_is_what_torchs_helpers_tell_the_second_time_too(wrap):
+    model = wrap(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    optimizer = torch.optim.AdamW(
+        [{"params": list(model.parameters())[:1], "lr": 0.5}, {"params": list(model.parameters())[1:]}]
+    )
+    state = TrainingState(model=model, optimizer=optimizer, rng=False)
+    for _ in range(3):
+        captured = state.capture(overlap=False)
+        helped = get_model_state_dict(model)
+        assert captured["model"].keys() == helped.keys()
+        assert all(captured["model"][name].data_ptr() == value.data_ptr() for name, value in helped.items())
+        if optimizer.state:
+            moments = get_optimizer_state_dict(model, optimizer)
+            assert captured["optimizer"]["state"] == moments["state"]
+            options = {
+                n: decode_values(encode_values({"x": one.value}))["x"]
+                for n, one in captured["optimizer"]["param_groups"].items()
+            }
+            assert options == {
+                name: {k: v for k, v in g.items() if k != "params"}
+                for g in moments["param_groups"]
+                for name in g["params"]
+            }
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    with pytest.raises(KeyError):
+        state.capture(overlap=False)  # not the model's: torch's helper is asked again, and says so
 
 
 # --- random numbers ---------------------------------------------------------------------------------------
