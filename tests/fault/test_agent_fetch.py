@@ -6,7 +6,9 @@ import signal
 
 import pytest
 
+from flashckpt.testing import Cluster
 from tests.fault.agents import MIB, Refused, World, wait_until
+from tests.fault.test_agent_space import fill
 
 CHUNK = 256 << 10
 SIZE = 4 * MIB
@@ -284,3 +286,28 @@ def test_the_budget_is_an_outcome():
             assert refused.value.error == "NoSpaceError", refused.value
             assert "budget" in refused.value.message
         assert not load.files()
+
+
+@pytest.mark.root
+@pytest.mark.skipif(bool(Cluster.available("netns")), reason="needs root: a tmpfs for each node")
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "part"])
+def test_a_full_tmpfs_is_an_outcome(whole):
+    with World(3, size_bytes=SIZE, memory_bytes=64 * MIB) as world:
+        load = Loading(world)
+        pid = world.agent_pid(0)
+        junk = world.nodes[0].memory_dir.removesuffix("memory") + "junk"
+        with open(junk, "wb") as file:
+            fill(file)
+        plan = ([[0, load.lacking["size_bytes"] // CHUNK]], load.sources)
+        with pytest.raises(Refused) as refused:
+            load.ask(plan, whole=whole)
+        assert refused.value.error == "NoSpaceError", refused.value
+        assert "tmpfs" in refused.value.message
+        assert world.agent_pid(0) == pid
+        assert not load.files()
+        with open(junk, "wb"):
+            pass  # room again
+        assert load.ask(plan, whole=whole)["good"]
+        load.reader.ask("let_go")
+        wait_until(lambda: not load.files(), "the file to go")
+        load.check()

@@ -21,7 +21,7 @@ from tests.integration import rpc_world
 from tests.security import raw
 from tests.security.arena import ATTEMPT, Arena, Push, Usage, code_of, tell
 
-PUT, TELL = "/flashckpt.v1.Peer/Put", "/flashckpt.v1.Peer/Tell"
+PUT, GET, TELL = "/flashckpt.v1.Peer/Put", "/flashckpt.v1.Peer/Get", "/flashckpt.v1.Peer/Tell"
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def silent_calls(channel, method, count):
     return calls
 
 
-@pytest.mark.parametrize("method", [TELL, PUT])
+@pytest.mark.parametrize("method", [TELL, PUT, GET])
 def test_calls_that_stay_silent(arena, method):
     """More than the agent serves at a time, of a node with a certificate. Each would wait for its message for ever."""
     with contextlib.ExitStack() as stack:

@@ -91,7 +91,7 @@ def test_a_certificate_is_not_a_membership(arena):
 
 
 def test_method_by_role_over_tcp(arena):
-    """Default deny: members reach the three calls of their service; the agent's own are not there at all."""
+    """Default deny: members reach the four calls of their service; the agent's own are not there at all."""
     with arena.channel(arena.traitor()) as channel:
 
         def call(method):
