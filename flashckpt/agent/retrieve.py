@@ -145,8 +145,11 @@ class _Run:
             if time.monotonic() - told_at >= _NEWS_SECONDS:
                 told_at = time.monotonic()
                 yield self._progress()
+        last = self._progress()
+        seconds = time.monotonic() - (self._deadline - self._timeout)
+        _log.info("fetched %d bytes of %d shards in %.3f s", last.done_bytes, len(self._retrievals), seconds)
         failpoint("after_retrieve")
-        yield self._progress()
+        yield last
         yield Retrieved(tuple((one.shard, self._places[one.shard]) for one in self._retrievals))
         # IMPORTANT: the files of what was fetched in part live exactly as long as this call.
         while not self.stop.wait(_NEWS_SECONDS):
