@@ -81,6 +81,21 @@ def test_an_inventory_says_what_lies_here():
         load.check()
 
 
+def test_sessions_of_earlier_launches_stay_as_long_as_their_shards():
+    with World(3, size_bytes=SIZE) as world:
+        load = Loading(world)
+        before = [load.before.launch.epoch, load.before.launch.nonce, 3]
+        load.launch.kill()
+        world.kill_agent(0)
+        world.start_agent(0)
+        launch = world.launch()  # the one in between saved nothing
+        assert launch.ranks[0].ask("inventory")["past"] == [before]
+        for rank in launch.ranks:
+            rank.ask("fence", step=0, base=None)
+        wait_until(lambda: launch.ranks[0].ask("inventory")["past"] == [], "what is fenced to go")
+        load.check()
+
+
 def test_a_whole_shard_is_sealed_and_stays():
     with World(3, size_bytes=SIZE) as world:
         load = Loading(world)

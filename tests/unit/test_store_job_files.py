@@ -19,7 +19,7 @@ from flashckpt.store.names import Draft, draft_name, parse_draft_name, parse_rec
 from flashckpt.store.owner import Owner
 from flashckpt.store.slots import SlotStore
 from flashckpt.store.small_files import MAX_PAYLOAD_BYTES, frame, unframe
-from flashckpt.types import Fence, Generation, Record
+from flashckpt.types import Fence, Generation, Launch, Record
 
 ROOT = Path(__file__).parents[2]
 
@@ -83,6 +83,21 @@ def test_session(store, memory_dir):
     assert result.stdout == "b'last'\n"
     assert store.check() == []
     assert store.status().job_files.files == 1
+
+
+def test_sessions_of_earlier_launches(store):
+    assert store.read_past_sessions() == ()
+    launches = [Launch(epoch, (1 << 64) - epoch) for epoch in (3, 1, 10, 2, 20, 4)]
+    for number, launch in enumerate(launches):
+        store.write_past_session(launch, b"%d" % number)
+    # The newest four, newest last.
+    assert store.read_past_sessions() == tuple((launches[i], b"%d" % i) for i in (0, 5, 2, 4))
+    assert store.check() == []
+    assert store.status().foreign_names == 0
+    assert store.remove_past_session(launches[2])
+    assert not store.remove_past_session(launches[2])
+    assert [launch.epoch for launch, _ in store.read_past_sessions()] == [3, 4, 20]
+    assert store.read_session() is None
 
 
 def damage_torn(path, other):
