@@ -182,7 +182,7 @@ class Checkpointer:
             except BaseException:
                 self._slots.void(generation)
                 raise
-            handle = SaveHandle(step, generation, self._highest_level)
+            handle = SaveHandle(step, generation, self._highest_level, self._persists)
             try:
                 plan = self._agree_on(plan, flat, values)
             except BaseException as error:
@@ -318,6 +318,15 @@ class Checkpointer:
             if not self._settings.disabled:
                 self._renew_launch()
                 self._put_fence(None)
+
+    def flush(self, step: int | None = None) -> Generation:
+        """Asks this node's agent to bring the newest committed generation (or that of `step`) to persist_dir.
+
+        Returns at once, with what will be flushed: all nodes write their part in the background, whoever asks.
+        `handle.wait("persisted")` asks and waits. NotFoundError where it is not in memory (any more).
+        """
+        self._check_enabled()
+        return self._slots.flush(step)
 
     # --- for flashckpt.dcp ----------------------------------------------------------------------------------
 
@@ -470,6 +479,10 @@ class Checkpointer:
             with contextlib.suppress(CorruptShardError):  # of another version: its agent forgets it too
                 known = decode_session(session).launch.epoch
         return max(known, self._store.highest_epoch())
+
+    @property
+    def _persists(self) -> bool:
+        return self.config.persist_dir is not None and self._settings.uses_agent
 
     @property
     def _highest_level(self) -> Level:

@@ -48,16 +48,43 @@ class CheckpointConfig:
     """Directory on a tmpfs. Default: FLASHCKPT_MEMORY_DIR, else /dev/shm/flashckpt."""
 
     persist_dir: str | None = None
-    """Where the slow flush goes: a path or fsspec URL. Planned: so far it only names the job if nothing else does."""
+    """Where the slow flush goes: an absolute path that all nodes share, or an fsspec URL. None: memory only. Also names
+    the job if nothing else does."""
 
     interval: int = 1
     """Steps between saves of a manager."""
 
     persist_interval: int | None = None
-    """Steps between flushes to persist_dir. Planned: no effect yet."""
+    """Steps between flushes to persist_dir: the first committed generation at or after each multiple is flushed."""
 
     persist_interval_minutes: float | None = None
-    """Minutes between flushes to persist_dir, instead of persist_interval. Planned: no effect yet."""
+    """Minutes between flushes to persist_dir, instead of persist_interval."""
+
+    persist_on_exit: bool = True
+    """Whether the newest committed generation is flushed when the trainers end, however they do, and when the agent is
+    told to stop."""
+
+    persist_max_mbps: float | None = None
+    """Most megabits a second that a node writes to persist_dir; None: no limit."""
+
+    persist_concurrency: int = 2
+    """Files that a node writes to persist_dir at once."""
+
+    persist_timeout: float = 1800.0
+    """Seconds that a flush may take; then it counts as failed, and is tried again."""
+
+    persist_drain_timeout: float = 60.0
+    """Seconds that an agent which is told to stop gives to a flush."""
+
+    keep_latest_k: int = 0
+    """Steps that are kept in persist_dir, the newest ones; 0: all. Not 1: the last one may just be being replaced. The
+    newest good step and what `latest` names always stay."""
+
+    keep_every: int | None = None
+    """Steps in persist_dir that are a multiple of this are permanent: retention neither counts nor removes them."""
+
+    keep_steps: tuple[int, ...] = ()
+    """Steps in persist_dir that are permanent too: milestones."""
 
     replicas: int = 1
     """Copies of each shard on other nodes; as many node losses are survived. Fewer where there are fewer nodes."""
@@ -161,11 +188,11 @@ class CheckpointConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
                 raise ConfigError(f"{name}: expected an integer of at least {minimum}, found {value!r}")
-        for name in ("persist_interval", "threads", "memory_budget_bytes"):
+        for name in ("persist_interval", "threads", "memory_budget_bytes", "keep_every"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigError(f"{name}: expected a positive integer or None, found {value!r}")
-        for name in ("save_timeout", "start_timeout", "peer_timeout"):
+        for name in ("save_timeout", "start_timeout", "peer_timeout", "persist_timeout"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}: expected seconds above 0, found {getattr(self, name)!r}")
         if not self.agent_linger >= 0:
@@ -181,6 +208,7 @@ class CheckpointConfig:
         ):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name}: expected one of {allowed}, found {getattr(self, name)!r}")
+        self._check_persist()
         if self.persist_interval is not None and self.persist_interval_minutes is not None:
             raise ConfigError(
                 "persist_interval and persist_interval_minutes: expected one of them, found both",
@@ -221,6 +249,34 @@ class CheckpointConfig:
             path = self.initial_load_path
             if not path or not (os.path.isabs(path) or "://" in path):
                 raise ConfigError(f"initial_load_path: expected an absolute path or a URL, found {path!r}")
+
+    def _check_persist(self) -> None:
+        if self.persist_dir is not None and not (os.path.isabs(self.persist_dir) or "://" in self.persist_dir):
+            raise ConfigError(
+                f"persist_dir: expected an absolute path or a URL, found {self.persist_dir!r}",
+                hint="agents do not know the working directory of the trainers",
+            )
+        if self.persist_dir is None and (self.persist_interval or self.persist_interval_minutes):
+            raise ConfigError("persist_interval: expected persist_dir too, found none", hint="say where to flush to")
+        for name in ("persist_max_mbps", "persist_interval_minutes"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ConfigError(f"{name}: expected more than 0 or None, found {value!r}")
+        if not 0 <= self.persist_drain_timeout < float("inf"):
+            raise ConfigError(
+                f"persist_drain_timeout: expected seconds from 0 on, found {self.persist_drain_timeout!r}"
+            )
+        if not isinstance(self.persist_concurrency, int) or not 1 <= self.persist_concurrency <= 256:
+            raise ConfigError(f"persist_concurrency: expected 1 to 256, found {self.persist_concurrency!r}")
+        if not isinstance(self.keep_latest_k, int) or self.keep_latest_k < 0:
+            raise ConfigError(f"keep_latest_k: expected 0 (all) or at least 2, found {self.keep_latest_k!r}")
+        if self.keep_latest_k == 1:
+            raise ConfigError(
+                "keep_latest_k: expected 0 (all) or at least 2, found 1",
+                hint="with one, a crash while the next is written would leave none that is known to be good",
+            )
+        if not all(isinstance(step, int) and step >= 0 for step in self.keep_steps):
+            raise ConfigError(f"keep_steps: expected steps, found {self.keep_steps!r}")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> CheckpointConfig:

@@ -19,10 +19,10 @@ from flashckpt.errors import ConfigError, OtherRankError
 from flashckpt.load.agent_memory import AgentMemory
 from flashckpt.placement import place
 from flashckpt.save.agent_slots import AgentSlots
-from flashckpt.types import Member, Session
+from flashckpt.types import Member, PersistSettings, Session
 
 if TYPE_CHECKING:
-    from flashckpt.config import Settings
+    from flashckpt.config import CheckpointConfig, Settings
     from flashckpt.credentials import Bundle
     from flashckpt.group import PrivateGroup
     from flashckpt.store.slots import SlotStore
@@ -76,7 +76,28 @@ def _session(settings: Settings, topology: Topology, launch: Launch, addresses: 
     if placement.reason and topology.rank == 0:
         say = log.warning if placement.replicas < config.replicas else log.info
         say("replication: %s", placement.reason)
-    return Session(launch, topology.world, members, config.replicas, config.placement, config.slots_per_rank)
+    return Session(
+        launch, topology.world, members, config.replicas, config.placement, config.slots_per_rank, _persist(config)
+    )
+
+
+def _persist(config: CheckpointConfig) -> PersistSettings | None:
+    if config.persist_dir is None:
+        return None
+    minutes = config.persist_interval_minutes
+    return PersistSettings(
+        directory=config.persist_dir,
+        interval=config.persist_interval,
+        interval_seconds=None if minutes is None else minutes * 60,
+        max_mbps=config.persist_max_mbps,
+        concurrency=config.persist_concurrency,
+        timeout=config.persist_timeout,
+        keep_latest_k=config.keep_latest_k,
+        keep_every=config.keep_every,
+        keep_steps=tuple(config.keep_steps),
+        on_exit=config.persist_on_exit,
+        drain_timeout=config.persist_drain_timeout,
+    )
 
 
 def _meet(

@@ -121,6 +121,7 @@ class PersistSettings:
     keep_every: int | None = None
     keep_steps: tuple[int, ...] = ()
     on_exit: bool = True
+    drain_timeout: float = 60.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,11 +34,35 @@ class GiveUp:
 
 
 @dataclass(frozen=True, slots=True)
+class FlushOrder:
+    """From the coordinator, for as long as it holds: all nodes write this generation to persist_dir."""
+
+    generation: Generation
+    attempt: int  # another one for every try; names the temporary directory
+    reason: str
+    down: tuple[str, ...]  # nodes whose shards others write
+
+    @property
+    def token(self) -> str:
+        return f"{self.attempt:016x}"
+
+
+@dataclass(frozen=True, slots=True)
 class Announce:
     """From the coordinator: the newest record of this launch, and generations that will never have one."""
 
     record: Record | None
     voids: tuple[Generation, ...]
+    flush: FlushOrder | None = None
+    persisted: Generation | None = None  # the newest that lies in persist_dir
+
+
+@dataclass(frozen=True, slots=True)
+class Persist:
+    """To the coordinator: this generation is wanted in persist_dir."""
+
+    generation: Generation
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +80,7 @@ class Want:
     digest: bytes
 
 
-Body = Beat | Report | GiveUp | Announce | Lost | Want
+Body = Beat | Report | GiveUp | Announce | Lost | Want | Persist
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +102,8 @@ class Answer:
     record: Record | None  # of the sender's launch
     voids: tuple[Generation, ...]
     refused: str = ""  # why the message was not taken; "" = it was
+    flush: FlushOrder | None = None
+    persisted: Generation | None = None
 
 
 @dataclass(frozen=True, slots=True)

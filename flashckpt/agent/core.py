@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashckpt.agent.ballot import Ballot
 from flashckpt.agent.commit import abandoned_by, droppable, launch_of, missing_ranks, threshold
+from flashckpt.agent.flushing import Flushing
 from flashckpt.agent.messages import (
     Accept,
     Acknowledge,
@@ -27,6 +28,8 @@ from flashckpt.agent.messages import (
     Event,
     FencePut,
     Fetched,
+    FlushEnded,
+    FlushWanted,
     GaveUp,
     GetAsked,
     Gone,
@@ -53,6 +56,7 @@ from flashckpt.agent.messages import (
     Serve,
     SlotWanted,
     Started,
+    StopFlush,
     Tick,
     Told,
     Unreachable,
@@ -62,13 +66,25 @@ from flashckpt.agent.neighbours import Neighbours, Peer
 from flashckpt.agent.transfers import Transfers, held_order
 from flashckpt.placement import Placement, place
 from flashckpt.types import Launch, Level, Record, age_order
-from flashckpt.wire import Announce, Answer, Beat, GetRefused, GiveUp, Lost, PutHave, PutRefused, Report, Want
+from flashckpt.wire import (
+    Announce,
+    Answer,
+    Beat,
+    GetRefused,
+    GiveUp,
+    Lost,
+    Persist,
+    PutHave,
+    PutRefused,
+    Report,
+    Want,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from flashckpt.types import Fence, Generation, Held, Member, Session, ShardId
-    from flashckpt.wire import Body, Envelope
+    from flashckpt.wire import Body, Envelope, FlushOrder
 
 _KEPT_RECORDS = 4
 _KEPT_VOIDS = 64
@@ -107,6 +123,7 @@ class AgentCore:
         self._wanted: dict[ShardId, bytes] = {}  # copies that turned out bad here; a holder pushes them back
         self._sources: dict[ShardId, set[str]] = {}  # of what is wanted for a rank of this node: who may have it
         self._ballot = Ballot()  # as the coordinator
+        self.flushing = Flushing()
         self._granted: dict[ShardId, SlotWanted] = {}
         self._waiting: dict[int, SlotWanted] = {}
         self._out: list[Effect] = []
@@ -170,6 +187,7 @@ class AgentCore:
     def handle(self, event: Event, now: float) -> list[Effect]:
         self._out = []
         _HANDLERS[type(event)](self, event, now)
+        self._flush(now)
         self._serve_waiting(now)
         return self._out
 
@@ -210,6 +228,7 @@ class AgentCore:
         self.acks.clear()
         self.voids.clear()
         self._own_voids.clear()
+        self._out += self.flushing.enter(now)
         self.peers = Neighbours(
             (member.node_id, Peer(member.address, heard_at=now, beat_at=now))
             for member in session.members
@@ -224,6 +243,7 @@ class AgentCore:
             return
         # Before the fence: what was loaded must not be taken for one of those that go.
         self.base = event.base
+        self.flushing.loaded(event.base, now)
         self._learn(event.launch, event.fence)
         self._collect()
 
@@ -337,6 +357,8 @@ class AgentCore:
                 self._report_of(held) for held in self._own_shards() if not self._is_settled(held.shard.generation)
             ]
             news += map(Lost, self._sources)
+            wanted = self.flushing.wanted
+            news += [Persist(wanted.generation, wanted.reason)] if wanted is not None else []
         for shard, digest in self._wanted.items():
             owner = self._owner_of(shard)
             if owner == self.node_id and node_id in self._sources.get(shard, ()):
@@ -372,6 +394,7 @@ class AgentCore:
         # What is wanted back will need its slot again.
         known = (*self.held, *self._granted, *self._wanted)
         used = {s for s in known if s.rank == shard.rank and launch_of(s.generation) == launch}
+        used -= {s for s in used if self._is_only_flushed(s.generation)}
         if len(used - {shard}) < self.session.slots_per_rank:
             return Grant(request.request_id)
         if request.may_wait and now < request.deadline:
@@ -525,7 +548,11 @@ class AgentCore:
         if self.placement is None or self.node_id not in self.placement.buddies(shard.rank):
             return f"{self.node_id} keeps no replicas of rank {shard.rank}", False
         # A rank writes into slots_per_rank slots; one more for the moment between a commit here and there.
-        kept = sum(s.rank == shard.rank and launch_of(s.generation) == launch for s in self.held if s != shard)
+        kept = sum(
+            s.rank == shard.rank and launch_of(s.generation) == launch and not self._is_only_flushed(s.generation)
+            for s in self.held
+            if s != shard
+        )
         if kept > self.session.slots_per_rank:
             return f"{self.node_id} holds {kept} generations of rank {shard.rank} that are not committed", True
         return "", False
@@ -580,8 +607,9 @@ class AgentCore:
 
     def _announce(self, now: float) -> None:
         """Once, at once; whoever misses it finds the same in the answer to its next beat."""
+        news = Announce(self.threshold, tuple(self.voids), self.flushing.order, self.flushing.persisted)
         for node_id in self.peers:
-            self._send(node_id, Announce(self.threshold, tuple(self.voids)), now)
+            self._send(node_id, news, now)
 
     def _void_what_cannot_complete(self, now: float) -> None:
         """A rank that delivered a later generation without an earlier one never will: others must not wait for it.
@@ -637,6 +665,7 @@ class AgentCore:
         if generation in self.voids:
             return
         self.voids[generation] = reason
+        self.flushing.lost(generation)
         self._ballot.generations.pop(generation, None)
         self._out.append(Notify(generation, Level.NONE, reason))
         while len(self.voids) > _KEPT_VOIDS:
@@ -656,7 +685,9 @@ class AgentCore:
         self._collect()
         record = self.threshold if not refused else None
         voids = tuple(self.voids) if not refused else ()
-        self._out.append(Reply(Answer(self.newest, self.fence, record, voids, refused)))
+        speaks = self.is_coordinator and not refused
+        order, persisted = (self.flushing.order, self.flushing.persisted) if speaks else (None, None)
+        self._out.append(Reply(Answer(self.newest, self.fence, record, voids, refused, order, persisted)))
 
     def _why_deaf(self, envelope: Envelope) -> str:
         if self._is_older(envelope.launch):
@@ -676,8 +707,11 @@ class AgentCore:
                 self._take_report(sender, body, now)
             case GiveUp(generation) if self.is_coordinator and launch_of(generation) == self.session.launch:
                 self._take_give_up(generation, sender, now)
-            case Announce(record, voids) if from_coordinator:
+            case Announce(record, voids, order, persisted) if from_coordinator:
                 self._take_news(record, voids)
+                self._hear_flush(order, persisted, now)
+            case Persist(generation, reason) if self.is_coordinator and self._is_of_this_launch(generation):
+                self._out += self.flushing.want(generation, reason)
             case Lost(shard) if self.is_coordinator and self._owner_of(shard) == sender:
                 self._take_back(shard, now)
             case Lost(shard) if self.owns(shard):
@@ -718,6 +752,7 @@ class AgentCore:
         self._learn(answer.launch, answer.fence)
         if not answer.refused and self.session is not None and event.node_id == self.session.coordinator:
             self._take_news(answer.record, answer.voids)
+            self._hear_flush(answer.flush, answer.persisted, now)
             self._own_voids = {g: None for g in self._own_voids if g not in answer.voids}
         self.peers.miss(event.node_id, answer.refused)
         self._collect()
@@ -742,6 +777,8 @@ class AgentCore:
         if self.is_fenced and not was_fenced and self.session is not None:
             self._transfers.clear()
             self._ballot.generations.clear()
+            self._out += [StopFlush()] if self.flushing.order is not None else []
+            self.flushing.order = self.flushing.wanted = None
             self._notify_fenced(self.session, self._fenced_reason(self.session.launch))
 
     def _notify_fenced(self, session: Session, reason: str) -> None:
@@ -756,7 +793,7 @@ class AgentCore:
         known.update(shard.generation for shard, _ in self._transfers)
         record = self.threshold
         verdicts = {g: droppable(g, record, self.fence, self.voids, self.base) for g in known}
-        reasons = {generation: why for generation, why in verdicts.items() if why}
+        reasons = {g: why for g, why in verdicts.items() if why and not self._is_only_flushed(g)}
         if not reasons:
             return
         # This node's own shards first: one that died between two releases must not report a generation again
@@ -780,6 +817,75 @@ class AgentCore:
             return
         self.peers.ask(node_id, now)
         self._out.append(Send(node_id, body))
+
+    # --- the persistent tier --------------------------------------------------------------------------------
+
+    def _flush(self, now: float) -> None:
+        """Orders what is due, as the coordinator, and starts this node's part of what is ordered."""
+        session, placement = self.session, self.placement
+        if session is None or session.persist is None or placement is None or self.is_fenced:
+            return
+        flushing = self.flushing
+        wanted = flushing.wanted.generation if flushing.wanted is not None else None
+        if wanted is not None and self._is_overtaken(wanted) and not self._holds_own(wanted):
+            flushing.lost(wanted)
+            self._out.append(Notify(wanted, Level.NONE, "it is not in memory any more"))
+        down = self.silent(now)
+        self._out += flushing.without(down, self.is_coordinator)
+        if self.is_coordinator:
+            newest = self.threshold
+            committed = {record.generation for record in self.records}
+            order = flushing.decide(
+                session.persist,
+                newest.generation if newest is not None else None,
+                lambda g: g in committed and self._holds_own(g),
+                down,
+                now,
+            )
+            if order is not None:
+                self._announce(now)
+        self._out += flushing.start(session, placement, self.node_id, now)
+
+    def _on_flush_wanted(self, event: FlushWanted, now: float) -> None:
+        if self.session is None or self.session.persist is None or self.is_fenced:
+            return
+        newest, generation = self.threshold, event.generation
+        if generation is None:
+            self.flushing.ending = event.reason
+            if newest is None or self.is_coordinator:
+                return
+            generation = newest.generation
+        if self._is_of_this_launch(generation):
+            self._out += self.flushing.want(generation, event.reason)
+            if not self.is_coordinator:
+                self._send(self.session.coordinator, Persist(generation, event.reason), now)
+
+    def _on_flush_ended(self, event: FlushEnded, now: float) -> None:
+        self._out += self.flushing.ended(event, now, self.is_coordinator)
+        if self.is_coordinator:
+            self._announce(now)
+        self._collect()
+
+    def _hear_flush(self, order: FlushOrder | None, persisted: Generation | None, now: float) -> None:
+        if self.session is None or self.session.persist is None:
+            return
+        if order is not None:
+            self.flushing.lost(order.generation)
+        self._out += self.flushing.hear(order, persisted, now, self.session.persist.timeout)
+        self._collect()
+
+    def _is_only_flushed(self, generation: Generation) -> bool:
+        """Nobody needs it in memory any more but the flush."""
+        if not self.flushing.needs(generation) or generation in self.voids:
+            return False
+        if self.fence is not None and self.fence.kills(generation):
+            return False
+        return bool(droppable(generation, self.threshold, self.fence, self.voids, self.base))
+
+    def _holds_own(self, generation: Generation) -> bool:
+        mine = self._member(self.node_id)
+        held = {shard.rank for shard in self.held if shard.generation == generation}
+        return mine is not None and held >= set(mine.ranks)
 
     # --- small questions ------------------------------------------------------------------------------------
 
@@ -838,6 +944,8 @@ _HANDLERS: dict[type, Callable[[AgentCore, Any, float], None]] = {
     LeaseEnded: AgentCore._on_lease_ended,
     Rotten: AgentCore._on_rotten,
     Gone: AgentCore._on_gone,
+    FlushWanted: AgentCore._on_flush_wanted,
+    FlushEnded: AgentCore._on_flush_ended,
     Tick: AgentCore._on_tick,
     Told: AgentCore._on_told,
     Answered: AgentCore._on_answered,

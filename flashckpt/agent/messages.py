@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from flashckpt.types import Fence, Generation, Held, Launch, Level, Record, Session, ShardId
-    from flashckpt.wire import Answer, Body, Envelope, GetOpen, GetRefused, PutHave, PutOpen, PutRefused
+    from flashckpt.wire import Answer, Body, Envelope, FlushOrder, GetOpen, GetRefused, PutHave, PutOpen, PutRefused
 
 # --- events: from this node
 
@@ -92,6 +92,23 @@ class Gone:
     """A held shard is not in the directory any more, though nobody here released it."""
 
     shard: ShardId
+
+
+@dataclass(frozen=True, slots=True)
+class FlushWanted:
+    """A generation is wanted in persist_dir. None: nobody works here any more, so the newest is, also if it is only
+    committed after this."""
+
+    generation: Generation | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class FlushEnded:
+    """This node's flusher ended; `reason` says what went wrong, "" = nothing."""
+
+    attempt: int
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +208,8 @@ Event = (
     | LeaseEnded
     | Rotten
     | Gone
+    | FlushWanted
+    | FlushEnded
     | Tick
     | Told
     | Answered
@@ -315,6 +334,19 @@ class Notify:
     reason: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class StartFlush:
+    """This node's part of a flush."""
+
+    order: FlushOrder
+    writers: tuple[tuple[str, tuple[int, ...]], ...]  # node → the ranks whose shards it writes
+
+
+@dataclass(frozen=True, slots=True)
+class StopFlush:
+    """The order does not hold any more."""
+
+
 Effect = (
     KeepSession
     | KeepFence
@@ -333,4 +365,6 @@ Effect = (
     | Serve
     | DeclineGet
     | Notify
+    | StartFlush
+    | StopFlush
 )

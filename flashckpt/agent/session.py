@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Any
 
 from flashckpt.errors import CorruptShardError
-from flashckpt.types import Launch, Member, Session
+from flashckpt.types import Launch, Member, PersistSettings, Session
 
 _VERSION = 1
 
@@ -22,6 +23,7 @@ def encode_session(session: Session) -> bytes:
             "replicas": session.replicas,
             "strategy": session.strategy,
             "slots_per_rank": session.slots_per_rank,
+            "persist": None if session.persist is None else asdict(session.persist),
         }
     ).encode()
 
@@ -39,9 +41,16 @@ def decode_session(data: bytes) -> Session:
             replicas=_natural(found["replicas"]),
             strategy=str(found["strategy"]),
             slots_per_rank=_natural(found["slots_per_rank"]),
+            persist=_persist(found.get("persist")),
         )
     except (ValueError, KeyError, TypeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptShardError(f"session: expected what encode_session() writes, found: {error!r}") from error
+
+
+def _persist(found: Any) -> PersistSettings | None:
+    if found is None:
+        return None
+    return PersistSettings(**found | {"keep_steps": tuple(map(_natural, found["keep_steps"]))})
 
 
 def _member(found: Any) -> Member:

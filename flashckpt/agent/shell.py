@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from flashckpt.agent.commit import launch_of, threshold
 from flashckpt.agent.core import AgentCore, Limits
+from flashckpt.agent.flusher import Flusher
 from flashckpt.agent.messages import (
     Begun,
+    FlushWanted,
     Gone,
     Grant,
     KeepFence,
@@ -32,6 +34,8 @@ from flashckpt.agent.messages import (
     Sealed,
     Send,
     Started,
+    StartFlush,
+    StopFlush,
     Tick,
 )
 from flashckpt.agent.peers import Peers
@@ -41,15 +45,16 @@ from flashckpt.agent.scrub import Scrubber
 from flashckpt.agent.session import decode_session, encode_session
 from flashckpt.agent.status import describe
 from flashckpt.agent.trainers import Trainers
-from flashckpt.errors import CorruptShardError, FlashError, NotFoundError, PeerError
+from flashckpt.errors import ConfigError, CorruptShardError, FlashError, NotFoundError, PeerError
 from flashckpt.failpoints import failpoint
+from flashckpt.persist.spec import FlushSpec
 from flashckpt.placement import place
 from flashckpt.rpc.agent_server import AgentServer
 from flashckpt.rpc.api import Progress
 from flashckpt.store.owner import Owner
 from flashckpt.store.session import KEPT_PAST
 from flashckpt.transport.outgoing import Outgoing, hold
-from flashckpt.types import Held, Holding, Level, NodeInventory, ShardId
+from flashckpt.types import Held, Holding, Level, NodeInventory, ShardId, age_order
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -59,7 +64,7 @@ if TYPE_CHECKING:
     from flashckpt.credentials import Bundle
     from flashckpt.store.slots import Sealed as SealedFile
     from flashckpt.store.slots import SlotStore
-    from flashckpt.types import Fence, Launch, Record, Session
+    from flashckpt.types import Fence, Generation, Launch, Record, Session
 
 _log = logging.getLogger(__name__)
 
@@ -107,6 +112,7 @@ class Shell:
         self.trainers = Trainers(self)
         self.peers = Peers(self)
         self.retrieves = Retrieves(self)
+        self.flusher = Flusher(self.feed)
         self._server: AgentServer | None = None
         self._scrubber = Scrubber(self.open_shard, options.scrub_interval, self._note_verified)
         self._stop: threading.Event | None = None
@@ -153,13 +159,22 @@ class Shell:
                 _log.warning("looking after what is held: %s; trying again", error)  # out of descriptors, say
 
     def drain(self, timeout: float) -> None:
-        """Grants nothing new; lets pushes finish."""
+        """Grants nothing new; lets pushes and a flush finish."""
         self._draining = True
         self.trainers.close()
-        deadline = time.monotonic() + timeout
+        try:
+            self.look_around()  # trainers may have sealed what they have not told of yet
+        except (FlashError, OSError) as error:
+            _log.warning("looking for shards once more: %s", error)
+        self.want_flush_at_end("the agent stops")
+        began = time.monotonic()
+        deadline = began + timeout
         while time.monotonic() < deadline and self._has_work():
             self.feed(Tick())
             time.sleep(_TICK_SECONDS / 4)
+        while time.monotonic() < began + self._flush_patience():
+            self.feed(Tick())
+            time.sleep(_TICK_SECONDS)
 
     def close(self) -> None:
         self._draining = True
@@ -167,6 +182,7 @@ class Shell:
         self.retrieves.close()
         if self._server is not None:
             self._server.close(0.5)
+        self.flusher.stop()
         self.peers.close()
         self._scrubber.close()
 
@@ -180,6 +196,43 @@ class Shell:
             silent = self._core.silent(time.monotonic())
             waiting = any(node not in silent for _, node, _, _ in self._core.backlog())
         return waiting or self.peers.running > 0
+
+    def want_flush_at_end(self, reason: str) -> None:
+        """What is newer than the persistent tier must not depend on memory alone once nobody works here any more."""
+        with self._lock:
+            session = self._core.session
+            wanted = session is not None and session.persist is not None and session.persist.on_exit
+        if wanted:
+            self.feed(FlushWanted(None, reason))
+
+    def _flush_patience(self) -> float:
+        """Seconds that a drain may take for the sake of a flush; 0 where none is due."""
+        with self._lock:
+            session, flushing = self._core.session, self._core.flushing
+            if session is None or session.persist is None or not flushing.is_busy:
+                return 0.0
+            # One that failed just now would be tried again later than this process lives.
+            return 0.0 if flushing.order is None and flushing.failures else session.persist.drain_timeout
+
+    def _start_flush(self, effect: StartFlush) -> None:
+        session = self._core.session
+        if session is None or session.persist is None:
+            return
+        order = effect.order
+        self.flusher.start(
+            FlushSpec(
+                job=self.options.job,
+                memory_dir=self.options.memory_dir,
+                node_id=self.options.node_id,
+                generation=order.generation,
+                world=session.world,
+                writers=effect.writers,
+                coordinates=self._core.is_coordinator,
+                attempt=order.token,
+                reason=order.reason,
+                settings=session.persist,
+            )
+        )
 
     # --- the core -------------------------------------------------------------------------------------------
 
@@ -220,6 +273,10 @@ class Shell:
                 self.trainers.answer(request_id, effect)
             case RefuseFenced(request_id, _) if request_id is not None:
                 self.trainers.answer(request_id, effect)
+            case StartFlush():
+                self._start_flush(effect)
+            case StopFlush():
+                self.flusher.stop()
             case Notify(generation, level, reason):
                 self.trainers.notify(Progress(generation, level, reason))
             case _:
@@ -392,6 +449,7 @@ class Shell:
                 address=self.peers.address,
                 scrubbed=(self._scrubber.passes, self._scrubber.found),
                 draining=self._draining,
+                flushed_bytes=self.flusher.done_bytes,
             )
 
     # --- what the others of this package ask ----------------------------------------------------------------
@@ -429,7 +487,31 @@ class Shell:
         with self._lock:
             voids = [Progress(g, Level.NONE, reason) for g, reason in self._core.voids.items()]
             records = [record.generation for record in self._core.records if record.replicas]
-        return voids + [Progress(generation, Level.REPLICATED) for generation in records]
+            persisted = self._core.flushing.persisted
+        news = voids + [Progress(generation, Level.REPLICATED) for generation in records]
+        return news + ([Progress(persisted, Level.PERSISTED)] if persisted is not None else [])
+
+    def flush(self, generation: Generation | None, step: int | None) -> Generation:
+        """Asks for a flush. NotFoundError where nothing in memory fits, ConfigError where there is no persist_dir."""
+        with self._lock:
+            session = self._core.session
+            committed = [record.generation for record in self._core.records]
+            held = {shard.generation for shard in self._core.held}
+        if session is None or session.persist is None:
+            raise ConfigError(
+                f"job {self.options.job!r}: expected persist_dir to be set by its trainers, found memory only",
+                hint="set CheckpointConfig(persist_dir=…)",
+            )
+        if generation is None:
+            fitting = [g for g in committed if step is None or g.step == step]
+            if not fitting:
+                what = "no committed generation" if step is None else f"no committed generation of step {step}"
+                raise NotFoundError(f"job {self.options.job!r}: {what} in memory; steps: {[g.step for g in committed]}")
+            generation = max(fitting, key=age_order)
+        if generation not in held:
+            raise NotFoundError(f"{generation}: not in this node's memory any more", step=generation.step)
+        self.feed(FlushWanted(generation, "it was asked for"))
+        return generation
 
     def _lacking(self, held: set[ShardId], record: Record | None, session: Session | None) -> tuple[Held, ...]:
         """Replicas that others count on and that are not here: of the newest record, because the predecessor died while

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from flashckpt.agent.lock import AgentLock, Holder
 from flashckpt.agent.process import HELD, LOG_NAME, OK, SOCKET_NAME, Options, open_log, read_log_tail
@@ -18,10 +18,13 @@ from flashckpt.store.directory import open_directory
 from flashckpt.store.owner import Owner, is_dead
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from flashckpt.config import Settings
+    from flashckpt.rpc.agent_client import AgentClient
     from flashckpt.store.directory import Directory
+
+T = TypeVar("T")
 
 _TAIL_LINES = 8
 _SLICE_SECONDS = 0.5
@@ -113,6 +116,20 @@ def look(memory_dir: str, job: str, timeout: float = 2.0) -> Seen | None:
             return Seen(holder, _ask(directory, timeout), "", log_path)
         except FlashError as error:
             return Seen(holder, None, f"{error.message}{_state(holder.owner)}", log_path)
+    finally:
+        directory.close()
+
+
+def ask_agent(memory_dir: str, job: str, call: Callable[[AgentClient], T], timeout: float) -> T:
+    """What the agent answers. AgentError where none runs, NotFoundError where the job has no directory."""
+    from flashckpt.rpc.agent_client import AgentClient
+
+    directory = open_directory(memory_dir, job, create=False)
+    try:
+        if AgentLock(directory).holder() is None:
+            raise AgentError(f"job {job!r}: no agent runs on this node", hint="`flashckpt agent start` starts one")
+        with AgentClient(_socket_path(directory), timeout=timeout) as client:
+            return call(client)
     finally:
         directory.close()
 

@@ -28,6 +28,7 @@ def describe(
     address: str,
     scrubbed: tuple[int, int],
     draining: bool,
+    flushed_bytes: int,
 ) -> dict[str, Any]:
     """A moment's view."""
     session = core.session
@@ -60,8 +61,29 @@ def describe(
             }
             for held, node_id, running, problem in core.backlog()
         ],
+        "persist": _persist(core, now, flushed_bytes),
         "scrub": {"passes": scrubbed[0], "found": scrubbed[1]},
         "memory": dataclasses.asdict(store),
+    }
+
+
+def _persist(core: AgentCore, now: float, flushed_bytes: int) -> dict[str, Any] | None:
+    """None: memory only."""
+    if core.session is None or core.session.persist is None:
+        return None
+    flushing = core.flushing
+    order, persisted = flushing.order, flushing.persisted
+    return {
+        "directory": core.session.persist.directory,
+        "step": persisted.step if persisted is not None else None,
+        "flushing": order.generation.step if order is not None else None,
+        "reason": order.reason if order is not None else "",
+        "flushed_bytes": flushed_bytes if order is not None else 0,
+        "wanted": flushing.wanted.generation.step if flushing.wanted is not None else None,
+        "flushes": flushing.counts["done"],
+        "failures": flushing.counts["failed"],
+        "problem": flushing.problem,
+        "retry_seconds": round(max(0.0, flushing.retry_at - now), 3) if flushing.problem else None,
     }
 
 
@@ -74,7 +96,9 @@ def _generation(core: AgentCore, generation: Generation, now: float) -> dict[str
     held = sorted((one for shard, one in core.held.items() if shard.generation == generation), key=_rank)
     record = next((one for one in core.records if one.generation == generation), None)
     reported = core.reported(generation) if core.is_coordinator else {}
+    persisted = core.flushing.persisted
     level = Level.REPLICATED if record is not None and record.replicas else Level.SEALED if held else Level.NONE
+    level = Level.PERSISTED if persisted == generation else level
     found: dict[str, Any] = {
         "step": generation.step,
         "epoch": generation.epoch,

@@ -145,6 +145,8 @@ class Trainers:
             _offer(lease.news, None)
         _log.info("rank %d, process %d %s: lease %d ends", lease.rank, lease.owner.pid, how, lease.lease_id)
         self._shell.feed(LeaseEnded(lease.lease_id))
+        if self.idle_since is not None:
+            self._shell.want_flush_at_end("the trainers ended")
 
     def _find(self, ticket: bytes) -> _Trainer:
         with self._lock:
@@ -243,6 +245,9 @@ class Trainers:
             self._shell.feed(Sealed(held))
         self._settle(lease, shard.generation)
         failpoint("after_adopt")
+
+    def flush(self, generation: Generation | None, step: int | None) -> Generation:
+        return self._shell.flush(generation, step)
 
     def void(self, ticket: bytes, generation: Generation) -> None:
         lease = self._find(ticket)

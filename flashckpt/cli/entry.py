@@ -23,6 +23,7 @@ _COMMANDS = {
     "bench": ("flashckpt.cli.bench", "Measure save and load on this machine."),
     "demo": ("flashckpt.cli.demo", "Kill a training job and watch it go on, bit for bit."),
     "export": ("flashckpt.cli.export", "Write the model of a saved step for other programs."),
+    "flush": ("flashckpt.cli.flush", "Bring a step from memory to persist_dir now."),
     "inspect": ("flashckpt.cli.inspect", "Show what one saved step holds."),
     "ls": ("flashckpt.cli.ls", "List the generations in this node's memory."),
     "status": ("flashckpt.cli.status", "Show this node: its agent, peers, generations and memory."),

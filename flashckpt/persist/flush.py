@@ -20,7 +20,7 @@ from flashckpt.persist.catalog import list_steps
 from flashckpt.persist.exchange import Exchange
 from flashckpt.persist.index import encode_index
 from flashckpt.persist.meta import FileInfo, Meta, encode_meta, json_part
-from flashckpt.persist.names import META_JSON, METADATA, attempt_of, is_deleting, step_name
+from flashckpt.persist.names import META_JSON, METADATA, attempt_of, is_aside, is_deleting, step_name
 from flashckpt.persist.plan import plan
 from flashckpt.persist.retain import KeepRules, Lying, removable
 from flashckpt.persist.storage import open_storage
@@ -115,7 +115,7 @@ def sweep(storage: Storage, attempt: str) -> None:
     """Removes what flushes and deletions that died have left. One flush at a time: nobody else is writing."""
     for name in storage.list() or {}:
         left = attempt_of(name)
-        if is_deleting(name) or (left is not None and left != attempt):
+        if is_deleting(name) or is_aside(name) or (left is not None and left != attempt):
             _log.info("removing %s/%s, which a flush that ended early left behind", storage.root, name)
             _remove(storage, name)
 

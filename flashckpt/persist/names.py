@@ -16,6 +16,7 @@ _STEP = re.compile(r"step-(0|[1-9][0-9]{0,18})")
 # How others name the directory of a step.
 _FOREIGN_STEP = re.compile(r"(?:step[-_]?|checkpoint-)([0-9]{1,19})(?:_ckpt)?")
 _TEMPORARY = re.compile(r"step-(?:0|[1-9][0-9]{0,18})\.tmp-([0-9a-f]{16})")
+_ASIDE = re.compile(r"(?:latest|fence\.json)\.tmp-[0-9a-f]{16}")
 _DELETING = re.compile(r".+\.deleting-[0-9a-f]{16}")
 
 
@@ -37,6 +38,11 @@ def attempt_of(name: str) -> str | None:
     """The attempt that writes, or wrote, into this temporary directory; None for every other name."""
     match = _TEMPORARY.fullmatch(name)
     return None if match is None else match[1]
+
+
+def is_aside(name: str) -> bool:
+    """A small file that was to be renamed, and never was."""
+    return _ASIDE.fullmatch(name) is not None
 
 
 def deleting_name(name: str, token: str) -> str:

@@ -55,6 +55,7 @@ class AgentServer:
             "Acquire": self._acquire,
             "Prepare": self._prepare,
             "Sealed": self._sealed,
+            "Flush": self._flush,
             "Void": self._void,
             "Inventory": self._inventory,
             "Bye": self._bye,
@@ -180,6 +181,13 @@ class AgentServer:
         shard = convert.needed(request, "shard", convert.from_shard)
         self._api.sealed(call.caller.ticket, shard, request.tag, request.slot_id)
         return agent_pb2.SealedResponse().SerializeToString()
+
+    def _flush(self, data: bytes, _call: Call) -> bytes:
+        request = convert.parse(agent_pb2.FlushRequest, data, "Flush")
+        generation = convert.optional(request, "generation", convert.from_generation)
+        step = request.step if request.HasField("step") else None
+        flushed = self._api.flush(generation, step)
+        return agent_pb2.FlushResponse(generation=convert.to_generation(flushed)).SerializeToString()
 
     def _void(self, data: bytes, call: Call) -> bytes:
         request = convert.parse(agent_pb2.VoidRequest, data, "Void")

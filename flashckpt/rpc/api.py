@@ -126,6 +126,9 @@ class AgentApi(Protocol):
 
     def sealed(self, ticket: bytes, shard: ShardId, tag: int, slot_id: int) -> None: ...
 
+    def flush(self, generation: Generation | None, step: int | None) -> Generation:
+        """What is going to be flushed: the one that is named, that of the step, or the newest committed one."""
+
     def void(self, ticket: bytes, generation: Generation) -> None: ...
 
     def watch(self, ticket: bytes) -> Iterator[Progress | None]:

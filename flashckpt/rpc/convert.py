@@ -6,9 +6,10 @@ of is checked, and what does not fit is an IncompatibleError that names the fiel
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from google.protobuf.message import DecodeError
 
@@ -36,7 +37,7 @@ from flashckpt.rpc.checks import text as _text
 from flashckpt.rpc.checks import world as _world
 from flashckpt.rpc.errors import printable, shorten
 from flashckpt.store.owner import Owner
-from flashckpt.types import Fence, Generation, Launch, Level, Member, Record, Session, ShardId
+from flashckpt.types import Fence, Generation, Launch, Level, Member, PersistSettings, Record, Session, ShardId
 from flashckpt.v1 import agent_pb2, common_pb2, peer_pb2
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ _MAX_MEMBERS = 1 << 16
 # What a list of a message is looked through for is done under the agent's lock: no longer than an honest one.
 _MAX_HOLDERS = 1 << 10
 _MAX_VOIDS = 1 << 10
+_MAX_CONCURRENCY = 1 << 10
+_MAX_KEEP_STEPS = 1 << 16
 _MAX_TICKET_BYTES = 64
 
 
@@ -167,6 +170,45 @@ def to_session(session: Session) -> agent_pb2.Session:
         replicas=session.replicas,
         strategy=session.strategy,
         slots_per_rank=session.slots_per_rank,
+        persist=maybe(session.persist, to_persist),
+    )
+
+
+def to_persist(settings: PersistSettings) -> agent_pb2.PersistSettings:
+    return agent_pb2.PersistSettings(**dataclasses.asdict(settings))
+
+
+def from_persist(message: agent_pb2.PersistSettings) -> PersistSettings:
+    def number(field: str) -> Any:
+        return getattr(message, field) if message.HasField(field) else None
+
+    max_mbps, interval_seconds = number("max_mbps"), number("interval_seconds")
+    for field, value in (("max_mbps", max_mbps), ("interval_seconds", interval_seconds), ("timeout", message.timeout)):
+        if value is not None and not 0 < value < math.inf:
+            raise _refused(field, "more than 0", value)
+    if not 0 <= message.drain_timeout < math.inf:
+        raise _refused("drain_timeout", "seconds from 0 on", message.drain_timeout)
+    if not 0 < message.concurrency <= _MAX_CONCURRENCY:
+        raise _refused("concurrency", f"1 to {_MAX_CONCURRENCY}", message.concurrency)
+    for field in ("interval", "keep_every"):
+        if number(field) is not None:
+            positive(number(field), field)
+    keep_steps = _bounded(message.keep_steps, "keep_steps", _MAX_KEEP_STEPS)
+    directory = _text(message.directory, "directory", _MAX_TEXT_BYTES)
+    if not directory or "\0" in directory:
+        raise _refused("directory", "a path or URL", directory)
+    return PersistSettings(
+        directory=directory,
+        interval=number("interval"),
+        interval_seconds=interval_seconds,
+        max_mbps=max_mbps,
+        concurrency=message.concurrency,
+        timeout=message.timeout,
+        keep_latest_k=message.keep_latest_k,
+        keep_every=number("keep_every"),
+        keep_steps=tuple(_integer(step, "keep_steps") for step in keep_steps),
+        on_exit=message.on_exit,
+        drain_timeout=message.drain_timeout,
     )
 
 
@@ -184,7 +226,8 @@ def from_session(message: agent_pb2.Session) -> Session:
     if [m.ranks[0] for m in members] != sorted(m.ranks[0] for m in members):
         raise _refused("members", "the order of their lowest rank", [m.ranks[0] for m in members][:16])
     strategy = name(message.strategy, "strategy")
-    return Session(launch, world, members, message.replicas, strategy, message.slots_per_rank)
+    persist = optional(message, "persist", from_persist)
+    return Session(launch, world, members, message.replicas, strategy, message.slots_per_rank, persist)
 
 
 def _from_member(message: agent_pb2.Member) -> Member:
@@ -289,13 +332,21 @@ def to_envelope(envelope: wire.Envelope, receiver: str) -> peer_pb2.TellRequest:
             request.report.CopyFrom(peer_pb2.Report(shard=to_shard(shard), digest=digest, holders=holders))
         case wire.GiveUp(generation):
             request.give_up.CopyFrom(peer_pb2.GiveUp(generation=to_generation(generation)))
-        case wire.Announce(record, voids):
-            announce = peer_pb2.Announce(record=maybe(record, to_record), voids=map(to_generation, voids))
+        case wire.Announce(record, voids, order, persisted):
+            announce = peer_pb2.Announce(
+                record=maybe(record, to_record),
+                voids=map(to_generation, voids),
+                flush=maybe(order, to_order),
+                persisted=maybe(persisted, to_generation),
+            )
             request.announce.CopyFrom(announce)
         case wire.Lost(shard):
             request.lost.CopyFrom(peer_pb2.Lost(shard=to_shard(shard)))
         case wire.Want(shard, digest):
             request.want.CopyFrom(peer_pb2.Want(shard=to_shard(shard), digest=digest))
+        case wire.Persist(generation, reason):
+            text = shorten(reason, _MAX_TEXT_BYTES)
+            request.persist.CopyFrom(peer_pb2.Persist(generation=to_generation(generation), reason=text))
     return request
 
 
@@ -321,12 +372,20 @@ def _body(message: peer_pb2.TellRequest) -> wire.Body:
         case "give_up":
             return wire.GiveUp(needed(message.give_up, "generation", from_generation))
         case "announce":
-            record = optional(message.announce, "record", from_record)
-            return wire.Announce(record, _generations(message.announce.voids))
+            announce = message.announce
+            return wire.Announce(
+                optional(announce, "record", from_record),
+                _generations(announce.voids),
+                optional(announce, "flush", from_order),
+                optional(announce, "persisted", from_generation),
+            )
         case "lost":
             return wire.Lost(needed(message.lost, "shard", from_shard))
         case "want":
             return wire.Want(needed(message.want, "shard", from_shard), digest16(message.want.digest))
+        case "persist":
+            reason = _line(message.persist.reason, "reason")
+            return wire.Persist(needed(message.persist, "generation", from_generation), reason)
         case _:
             raise _refused("body", "one that this version knows", "none")
 
@@ -338,7 +397,26 @@ def to_answer(answer: wire.Answer) -> peer_pb2.TellResponse:
         record=maybe(answer.record, to_record),
         voids=map(to_generation, answer.voids),
         refused=shorten(answer.refused, _MAX_TEXT_BYTES),
+        flush=maybe(answer.flush, to_order),
+        persisted=maybe(answer.persisted, to_generation),
     )
+
+
+def to_order(order: wire.FlushOrder) -> peer_pb2.FlushOrder:
+    return peer_pb2.FlushOrder(
+        generation=to_generation(order.generation),
+        attempt=order.attempt,
+        reason=shorten(order.reason, _MAX_TEXT_BYTES),
+        down=order.down,
+    )
+
+
+def from_order(message: peer_pb2.FlushOrder) -> wire.FlushOrder:
+    if not message.attempt:
+        raise _refused("attempt", "a number above 0", message.attempt)
+    down = tuple(name(one, "down") for one in _bounded(message.down, "down", _MAX_MEMBERS))
+    generation = needed(message, "generation", from_generation)
+    return wire.FlushOrder(generation, message.attempt, _line(message.reason, "reason"), down)
 
 
 def from_answer(message: peer_pb2.TellResponse) -> wire.Answer:
@@ -348,6 +426,8 @@ def from_answer(message: peer_pb2.TellResponse) -> wire.Answer:
         optional(message, "record", from_record),
         _generations(message.voids),
         _line(message.refused, "refused"),
+        optional(message, "flush", from_order),
+        optional(message, "persisted", from_generation),
     )
 
 

@@ -24,6 +24,7 @@ ROLES: dict[str, frozenset[Role]] = {
     "/flashckpt.v1.Agent/Acquire": _LEASED,
     "/flashckpt.v1.Agent/Prepare": _LEASED,
     "/flashckpt.v1.Agent/Sealed": _LEASED,
+    "/flashckpt.v1.Agent/Flush": _LOCAL,
     "/flashckpt.v1.Agent/Void": _LEASED,
     "/flashckpt.v1.Agent/Watch": _LEASED,
     "/flashckpt.v1.Agent/Inventory": _LEASED,

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from flashckpt.errors import FencedError, FlashError
+from flashckpt.errors import ConfigError, FencedError, FlashError, NotFoundError
 from flashckpt.placement import place
 from flashckpt.types import Launch, Level, Session, age_order
 
@@ -50,6 +50,7 @@ class AgentSlots:
         self._told: Future[None] | None = None  # the last thing that is being told in the background
         self._lock = threading.Lock()  # protects what follows: the link's thread brings news
         self._handles: weakref.WeakValueDictionary[Generation, SaveHandle] = weakref.WeakValueDictionary()
+        self._saved: dict[int, Generation] = {}  # the last ones, by step
         self._early: dict[Generation, Progress] = {}  # news of a generation before anybody followed it
         # One thread, so that the agent hears of shards in the order in which they were sealed.
         self._teller = ThreadPoolExecutor(1, thread_name_prefix="flashckpt-tell")
@@ -71,6 +72,8 @@ class AgentSlots:
 
     def enter(self, launch: Launch) -> None:
         self._session = replace(self._session, launch=launch)
+        with self._lock:
+            self._saved.clear()
 
     def begin(self) -> None:
         """Takes the node's agent over for this launch. FencedError where a newer one has it."""
@@ -108,7 +111,8 @@ class AgentSlots:
         self._tell(lambda client, ticket, _: client.void(ticket, generation), "giving a generation up")
 
     def prepare(self, size_bytes: int) -> None:
-        count = self._config.slots_per_rank
+        # What is being flushed stays while newer generations are written.
+        count = self._config.slots_per_rank + (self._session.persist is not None)
         self._link.call(
             lambda client, ticket, left: client.prepare(ticket, size_bytes, count, left),
             self._config.start_timeout,
@@ -120,9 +124,41 @@ class AgentSlots:
             return
         with self._lock:
             self._handles[handle.generation] = handle
+            self._saved[handle.step] = handle.generation
+            while len(self._saved) > 16:
+                del self._saved[next(iter(self._saved))]
             early = self._early.pop(handle.generation, None)
+        if self._session.persist is not None:
+            self._offer_flush(handle)
         if early is not None:
             _advance(handle, early)
+
+    def _offer_flush(self, handle: SaveHandle) -> None:
+        known, generation = weakref.ref(handle), handle.generation
+
+        def ask() -> None:
+            try:
+                self._ask_flush(generation, None)
+            except NotFoundError as error:
+                waiting = known()
+                if waiting is not None:
+                    waiting.stop(error.message)
+
+        handle.ask_persist = ask
+
+    def flush(self, step: int | None) -> Generation:
+        if self._session.persist is None:
+            raise ConfigError("flush: expected persist_dir, found none", hint="set CheckpointConfig(persist_dir=…)")
+        with self._lock:
+            saved = self._saved.get(step) if step is not None else next(reversed(self._saved.values()), None)
+        # What this rank saved last may not be committed yet, and is meant all the same.
+        return self._ask_flush(saved, step)
+
+    def _ask_flush(self, generation: Generation | None, step: int | None) -> Generation:
+        self._wait_until_told(time.monotonic() + self._config.save_timeout)
+        return self._link.call(
+            lambda client, _, __: client.flush(generation, step), self._config.save_timeout, "asking for a flush"
+        )
 
     def put_fence(self, fence: Fence, base: Generation | None) -> None:
         self.begin()
@@ -167,7 +203,8 @@ class AgentSlots:
             overtaken = [
                 other
                 for generation, other in self._handles.items()
-                if progress.level is Level.REPLICATED and age_order(generation) < age_order(progress.generation)
+                if other.level < progress.level >= Level.REPLICATED
+                and age_order(generation) < age_order(progress.generation)
             ]
             if handle is None and progress.generation.nonce == self.launch.nonce:
                 self._early[progress.generation] = progress
@@ -177,7 +214,7 @@ class AgentSlots:
             _advance(handle, progress)
         for other in overtaken:
             # News of it may have been lost with an agent; it matters only where it never got there.
-            other.stop(f"step {progress.generation.step} was replicated before it")
+            other.stop(f"step {progress.generation.step} was {progress.level.name.lower()} before it")
 
 
 def _advance(handle: SaveHandle, progress: Progress) -> None:

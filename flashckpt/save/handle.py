@@ -6,9 +6,13 @@ import threading
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from flashckpt.errors import ConfigError, DeadlineError
 from flashckpt.types import Generation, Level, Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +32,7 @@ class SaveTimings:
 class SaveHandle:
     """One save. Levels only rise; the outcome is set once."""
 
-    def __init__(self, step: int, generation: Generation | None, highest: Level) -> None:
+    def __init__(self, step: int, generation: Generation | None, highest: Level, persists: bool = False) -> None:
         self.step = step
         self.generation = generation
         self.size_bytes = 0
@@ -38,7 +42,9 @@ class SaveHandle:
         self.staging_completion: Future[None] = Future()
         self.upload_completion: Future[None] = Future()
         self.reason = ""
-        self._highest = highest  # the level this launch can bring a generation to
+        self._highest = highest  # the level in memory that this launch can bring a generation to
+        self._persists = persists  # whether there is a persistent tier
+        self.ask_persist: Callable[[], None] | None = None  # asks for a flush, once somebody waits for it
         self._given_up = False  # the tensors may have changed while they were copied: it must not be sealed
         self._stopped = ""  # why it will never get further than it is
         self._level = Level.NONE
@@ -64,14 +70,17 @@ class SaveHandle:
 
         Returns how it ended; a failed or skipped save is an outcome here, not an exception, and so is one that was
         sealed but will never reach `level` (`reason` then says why). Raises DeadlineError when `timeout` seconds
-        pass, ConfigError for a level that this launch can't reach.
+        pass, ConfigError for a level that this launch can't reach. To wait for "persisted" asks for a flush.
         """
         wanted = _parse_level(level)
-        if wanted > self._highest and self._outcome in (None, Outcome.OK):
+        reachable = self._persists if wanted is Level.PERSISTED else wanted <= self._highest
+        if not reachable and self._outcome in (None, Outcome.OK):
             raise ConfigError(
                 f"level {wanted.name.lower()}: this launch brings generations to {self._highest.name.lower()} at most",
-                hint="replication needs other nodes, persistence needs persist_dir",
+                hint="replication needs other nodes, persistence needs persist_dir and an agent",
             )
+        if wanted is Level.PERSISTED and self._level < wanted and self.ask_persist is not None:
+            self.ask_persist()
         with self._changed:
             ended = self._changed.wait_for(
                 lambda: self._level >= wanted or bool(self._stopped) or self._outcome not in (None, Outcome.OK),

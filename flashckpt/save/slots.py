@@ -11,7 +11,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, Protocol
 
-from flashckpt.errors import BusyError, FlashError
+from flashckpt.errors import BusyError, ConfigError, FlashError
 from flashckpt.failpoints import failpoint
 from flashckpt.save.retention import State, Verdict, judge, releasable
 from flashckpt.store.owner import Owner, is_dead
@@ -63,6 +63,9 @@ class Slots(Protocol):
 
     def follow(self, handle: SaveHandle) -> None:
         """Tells the handle of every further level that its generation reaches."""
+
+    def flush(self, step: int | None) -> Generation:
+        """Asks for the newest committed generation, or that of `step`, in the persistent tier. Does not wait."""
 
     def put_fence(self, fence: Fence, base: Generation | None) -> None:
         """Declares what lies above dead; `base` is the generation that was loaded."""
@@ -134,6 +137,12 @@ class OwnSlots:
 
     def follow(self, handle: SaveHandle) -> None:
         """Sealed is as far as it gets."""
+
+    def flush(self, step: int | None) -> Generation:
+        raise ConfigError(
+            "flush: expected an agent, which writes the persistent tier, found agent='off'",
+            hint="leave CheckpointConfig(agent=…) and FLASHCKPT_AGENT at their defaults",
+        )
 
     def put_fence(self, fence: Fence, base: Generation | None) -> None:
         self._store.write_fence(fence)

@@ -18,7 +18,7 @@ AGENT = {method for method in METHODS if method.startswith("/flashckpt.v1.Agent/
 
 def test_every_method_has_a_row_and_every_row_a_method():
     assert set(ROLES) == METHODS
-    assert len(AGENT) == 14
+    assert len(AGENT) == 15
     assert all(ROLES.values())
 
 
@@ -34,6 +34,6 @@ def test_other_nodes_reach_nothing_of_the_socket_and_the_other_way_round():
         assert may_call(Role.TRAINER, method) == (method in AGENT)
 
 
-def test_without_a_ticket_there_is_hello_status_and_stop():
+def test_without_a_ticket_there_is_hello_flush_status_and_stop():
     allowed = {method.rpartition("/")[2] for method in METHODS if may_call(Role.OPERATOR, method)}
-    assert allowed == {"Hello", "Status", "Stop"}
+    assert allowed == {"Hello", "Flush", "Status", "Stop"}

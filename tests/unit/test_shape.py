@@ -81,6 +81,8 @@ PURE = [
     "placement.py",
     "wire.py",
     "agent/core.py",
+    "agent/flush_policy.py",
+    "agent/flushing.py",
     "agent/ballot.py",
     "agent/commit.py",
     "agent/neighbours.py",

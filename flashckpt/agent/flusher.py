@@ -1,0 +1,191 @@
+"""The agent's helper that writes the persistent tier: a niced process of its own, because it imports torch.
+
+One at a time. Whatever becomes of it (it crashes, hangs, is killed) is an outcome with a reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from flashckpt.agent.messages import FlushEnded, Rotten
+from flashckpt.failpoints import failpoint
+from flashckpt.persist.spec import encode_spec
+from flashckpt.types import ShardId
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from flashckpt.agent.messages import Event
+    from flashckpt.persist.spec import FlushSpec
+
+_log = logging.getLogger(__name__)
+
+_GRACE_SECONDS = 30.0  # beyond the time that a flush gets, for its own end
+_REAP_SECONDS = 5.0
+_MAX_LINE_BYTES = 64 << 10
+
+
+class Flusher:
+    """Starts and watches the process. Any thread."""
+
+    def __init__(self, feed: Callable[[Event], object]) -> None:
+        self._feed = feed
+        self._lock = threading.Lock()  # protects what follows
+        self._process: subprocess.Popen[bytes] | None = None
+        self._attempt: int | None = None
+        self._stopped = False  # the attempt is not wanted any more
+        self.done_bytes = 0
+
+    def start(self, spec: FlushSpec) -> None:
+        """Returns at once; FlushEnded follows."""
+        threading.Thread(target=self._run, args=(spec,), name="flush", daemon=True).start()
+
+    def stop(self) -> None:
+        """Ends a running flush: what it wrote so far is a temporary directory that the next one removes."""
+        with self._lock:
+            self._stopped = True
+            if self._process is not None:
+                _kill(self._process)
+
+    def _run(self, spec: FlushSpec) -> None:
+        attempt = int(spec.attempt, 16)
+        try:
+            reason = self._flush(spec)
+        except Exception as error:
+            _log.exception("the flusher could not be run")
+            reason = f"the flusher could not be run: {error}"
+        step = spec.generation.step
+        if reason:
+            _log.warning("step %d was not flushed to %s: %s", step, spec.settings.directory, reason)
+        else:
+            _log.info("step %d: this node's part lies in %s", step, spec.settings.directory)
+        self._feed(FlushEnded(attempt, reason))
+
+    def _flush(self, spec: FlushSpec) -> str:
+        """Why it failed; "" = it did not."""
+        failpoint("before_flusher")
+        with self._lock:
+            before = self._process
+            self._stopped = False
+        if before is not None and not _reap(before, _REAP_SECONDS):
+            return f"the flusher before (process {before.pid}) can't be ended: its storage hangs"
+        process = subprocess.Popen(
+            # -I: neither the working directory nor PYTHON* variables decide what is imported.
+            [sys.executable, "-I", "-m", "flashckpt.persist"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=None,  # the agent's log
+            cwd="/",
+            start_new_session=True,
+        )
+        with self._lock:
+            self._process, self.done_bytes = process, 0
+            if self._stopped:
+                _kill(process)
+        _log.info("flushing step %d (%s): process %d", spec.generation.step, spec.reason, process.pid)
+        try:
+            return self._watch(process, spec)
+        finally:
+            _kill(process)
+            with contextlib.suppress(OSError):
+                if process.stdin is not None:
+                    process.stdin.close()
+            if process.stdout is not None:
+                process.stdout.close()
+            _reap(process, _REAP_SECONDS)
+
+    def _watch(self, process: subprocess.Popen[bytes], spec: FlushSpec) -> str:
+        limit = spec.settings.timeout + _GRACE_SECONDS
+        deadline = time.monotonic() + limit
+        try:
+            _tell(process, encode_spec(spec) + b"\n")
+        except BrokenPipeError:
+            return _died(process)
+        for line in _lines(process, deadline):
+            answer = _parse(line)
+            if answer.get("state") == "writing":
+                self.done_bytes = int(answer.get("done_bytes", 0))
+            elif answer.get("state") == "done":
+                self.done_bytes = int(answer.get("size_bytes", 0))
+                return ""
+            elif answer.get("state") == "failed":
+                self._report_rot(spec, answer)
+                hint = f" ({answer['hint']})" if answer.get("hint") else ""
+                return f"{answer.get('reason', 'no reason given')}{hint}"
+        if self._stopped:
+            return "it is not wanted any more"
+        if time.monotonic() >= deadline:
+            return f"expected it to end within {limit:g} s, found that it hangs"
+        return _died(process)
+
+    def _report_rot(self, spec: FlushSpec, answer: dict[str, Any]) -> None:
+        rank = answer.get("shard")
+        if isinstance(rank, int) and rank in spec.ranks:
+            self._feed(Rotten(ShardId(spec.generation, rank, spec.world), str(answer.get("reason"))))
+
+
+def _tell(process: subprocess.Popen[bytes], line: bytes) -> None:
+    if process.stdin is None:
+        return
+    process.stdin.write(line)
+    process.stdin.flush()
+
+
+def _lines(process: subprocess.Popen[bytes], deadline: float) -> Any:
+    """What it says, until it ends or the deadline passes."""
+    if process.stdout is None:
+        return
+    fd = process.stdout.fileno()
+    poll = select.poll()
+    poll.register(fd, select.POLLIN | select.POLLHUP)
+    buffered = b""
+    while (left := deadline - time.monotonic()) > 0:
+        if not poll.poll(min(left, 1.0) * 1000):
+            continue
+        data = os.read(fd, _MAX_LINE_BYTES)
+        if not data:
+            return
+        buffered += data
+        *whole, buffered = buffered.split(b"\n")
+        yield from whole
+        buffered = buffered[-_MAX_LINE_BYTES:]
+
+
+def _parse(line: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _died(process: subprocess.Popen[bytes]) -> str:
+    if not _reap(process, _REAP_SECONDS):
+        return "the flusher closed its output, and goes on"
+    code = process.returncode
+    how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    return f"the flusher ended with {how}; the agent's log may say why"
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    # Popen knows whether it was reaped, so that the pid is still its own.
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+
+
+def _reap(process: subprocess.Popen[bytes], timeout: float) -> bool:
+    try:
+        process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        return False
+    return True

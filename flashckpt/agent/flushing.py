@@ -1,0 +1,201 @@
+"""What an agent's core knows of the persistent tier: what is wanted, being written, on disk, and what went wrong.
+
+The coordinator orders, all nodes write, the coordinator's flusher commits. An order is state: it stands in every
+message of the coordinator for as long as it holds, and a node that no longer finds it there stops.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from flashckpt.agent.flush_policy import choose, is_persisted, retry_delay, writers
+from flashckpt.agent.messages import FlushEnded, Notify, StartFlush, StopFlush
+from flashckpt.types import Level, age_order
+from flashckpt.wire import FlushOrder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from flashckpt.agent.messages import Effect
+    from flashckpt.placement import Placement
+    from flashckpt.types import Generation, PersistSettings, Session
+
+_GRACE_SECONDS = 60.0  # beyond a flush's own timeout, until a node lets go of what the coordinator never spoke of again
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    generation: Generation
+    reason: str
+
+
+class Flushing:
+    """Part of the core: no I/O, no clock of its own."""
+
+    def __init__(self) -> None:
+        self.order: FlushOrder | None = None  # in force
+        self.persisted: Generation | None = None  # the newest that is known to lie in persist_dir
+        self.wanted: Wanted | None = None  # asked for, and not begun
+        self.problem = ""  # of the last attempt that failed
+        self.failures = 0  # in a row
+        self.counts = {"done": 0, "failed": 0}
+        self.retry_at = 0.0
+        self.ending = ""  # why the newest is to be flushed whenever it is not: nobody works here any more
+        self._owed = ""  # why the newest is to be flushed once a failure has been waited out
+        self._started = 0  # attempt that this node's flusher was started for
+        self._order_ends = 0.0
+        self._since_step = 0
+        self._since = 0.0
+        self._orders = 0
+
+    # --- what others ask ------------------------------------------------------------------------------------
+
+    @property
+    def is_busy(self) -> bool:
+        return self.order is not None or self.wanted is not None
+
+    def needs(self, generation: Generation) -> bool:
+        """Its shards stay, whatever has been committed since."""
+        order, wanted = self.order, self.wanted
+        return (order is not None and order.generation == generation) or (
+            wanted is not None and wanted.generation == generation
+        )
+
+    # --- events ---------------------------------------------------------------------------------------------
+
+    def enter(self, now: float) -> list[Effect]:
+        """Another launch: what the one before ordered is over."""
+        effects: list[Effect] = [StopFlush()] if self.order is not None else []
+        self.order = self.wanted = None
+        self.problem, self.failures, self.retry_at, self._owed = "", 0, 0.0, ""
+        self.ending = ""
+        self._since_step, self._since = 0, now
+        return effects
+
+    def loaded(self, base: Generation | None, now: float) -> None:
+        self._since_step, self._since = (0 if base is None else base.step), now
+
+    def want(self, generation: Generation, reason: str) -> list[Effect]:
+        """Somebody asks for a generation that is committed, or may still be."""
+        if is_persisted(generation, self.persisted):
+            return [Notify(generation, Level.PERSISTED)]
+        if self.order is not None and self.order.generation == generation:
+            return []
+        before, self.wanted = self.wanted, Wanted(generation, reason)
+        if before is None or before.generation == generation:
+            return []
+        if age_order(before.generation) > age_order(generation):
+            before, self.wanted = self.wanted, before
+        # One at a time is kept for a flush: each takes a slot of every rank.
+        return [Notify(before.generation, Level.NONE, f"step {self.wanted.generation.step} is flushed instead")]
+
+    def lost(self, generation: Generation) -> None:
+        """It was given up, fenced, or is not held any more."""
+        if self.wanted is not None and self.wanted.generation == generation:
+            self.wanted = None
+
+    def ended(self, event: FlushEnded, now: float, coordinates: bool) -> list[Effect]:
+        """This node's flusher is done. The coordinator's outcome is everybody's."""
+        order = self.order
+        if order is None or order.attempt != event.attempt:
+            return []
+        if not coordinates:
+            self.problem = event.reason
+            return []
+        self.order = None
+        if not event.reason:
+            self.counts["done"] += 1
+            self.problem, self.failures, self._owed, self.retry_at = "", 0, "", 0.0
+            self._since_step, self._since = order.generation.step, now
+            return self.learn_persisted(order.generation)
+        self.counts["failed"] += 1
+        self.failures += 1
+        self.problem = event.reason
+        self._owed = order.reason
+        self.retry_at = now + retry_delay(self.failures)
+        return []
+
+    def learn_persisted(self, generation: Generation) -> list[Effect]:
+        if is_persisted(generation, self.persisted):
+            return []
+        self.persisted = generation
+        self.lost(generation)
+        return [Notify(generation, Level.PERSISTED)]
+
+    def hear(self, order: FlushOrder | None, persisted: Generation | None, now: float, timeout: float) -> list[Effect]:
+        """What the coordinator says."""
+        effects = self.learn_persisted(persisted) if persisted is not None else []
+        if order is not None and (self.order is None or order.attempt != self.order.attempt):
+            effects += [StopFlush()] if self.order is not None else []
+            self.order, self._order_ends = order, now + timeout + _GRACE_SECONDS
+        elif order is None and self.order is not None:
+            effects.append(StopFlush())
+            self.order = None
+        return effects
+
+    def without(self, down: Collection[str], coordinates: bool) -> list[Effect]:
+        """As the coordinator: an order that counts on a node which is down now is given once more without it."""
+        order = self.order
+        gone = sorted(set(down) - set(order.down)) if order is not None and coordinates else []
+        if order is None or not gone:
+            return []
+        self.order, self.wanted = None, self.wanted or Wanted(order.generation, order.reason)
+        self.problem = f"{', '.join(gone)} went down while step {order.generation.step} was being flushed"
+        return [StopFlush()]
+
+    # --- decisions ------------------------------------------------------------------------------------------
+
+    def decide(
+        self,
+        settings: PersistSettings,
+        newest: Generation | None,
+        is_there: Callable[[Generation], bool],
+        down: Collection[str],
+        now: float,
+    ) -> FlushOrder | None:
+        """As the coordinator: the order to give now. `is_there`: committed, and still held."""
+        if self.order is not None or now < self.retry_at:
+            return None
+        wanted = None
+        if self.wanted is not None and is_there(self.wanted.generation):
+            wanted = (self.wanted.generation, self.wanted.reason)
+        elif (self._owed or self.ending) and newest is not None and is_there(newest):
+            wanted = (newest, self._owed or self.ending)
+        generation, reason = choose(
+            settings,
+            newest=newest if newest is not None and is_there(newest) else None,
+            persisted=self.persisted,
+            wanted=wanted,
+            since_step=self._since_step,
+            since_seconds=now - self._since,
+        )
+        if generation is None:
+            return None
+        self.lost(generation)
+        self._orders += 1
+        token = hashlib.blake2b(f"{generation!r} {self._orders} {now!r}".encode(), digest_size=8)
+        attempt = int.from_bytes(token.digest(), "big") or 1
+        self.order = FlushOrder(generation, attempt, reason, tuple(sorted(down)))
+        return self.order
+
+    def start(self, session: Session, placement: Placement, node_id: str, now: float) -> list[Effect]:
+        """This node's part of the order, once."""
+        order = self.order
+        if order is None:
+            return []
+        if node_id != session.coordinator and now > self._order_ends:
+            self.order = None
+            self.problem = f"{session.coordinator} never said how the flush of step {order.generation.step} ended"
+            return [StopFlush()]
+        if self._started == order.attempt:
+            return []
+        self._started = order.attempt
+        parts, problem = writers(session, placement, order.down)
+        if problem or all(node != node_id for node, _ in parts):
+            return [] if not problem or node_id != session.coordinator else self._refused(order, problem, now)
+        return [StartFlush(order, parts)]
+
+    def _refused(self, order: FlushOrder, problem: str, now: float) -> list[Effect]:
+        return self.ended(FlushEnded(order.attempt, problem), now, coordinates=True)

@@ -1,0 +1,81 @@
+"""Several nodes write one checkpoint together, without the trainers; a node that is gone is written by its buddy."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from flashckpt.testing import Cluster
+from flashckpt.testing.trainer import make_state
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(280),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
+]
+
+
+def check(path, step, world, size_bytes):
+    """Plain DCP finds what every rank saved."""
+    expected = [make_state(step, rank, size_bytes) for rank in range(world)]
+    got = {
+        "shared": torch.zeros_like(expected[0]["shared"]),
+        "__rank__": {
+            str(rank): {"mine": {key: torch.zeros_like(value) for key, value in one["mine"].value.items()}}
+            for rank, one in enumerate(expected)
+        },
+    }
+    dcp.load(got, checkpoint_id=path, no_dist=True)
+    assert torch.equal(got["shared"], expected[0]["shared"])
+    for rank, one in enumerate(expected):
+        for key, value in one["mine"].value.items():
+            assert torch.equal(got["__rank__"][str(rank)]["mine"][key], value), (rank, key)
+
+
+def wait_until(condition, what, timeout=120.0):
+    deadline = time.monotonic() + timeout
+    while not (found := condition()):
+        assert time.monotonic() < deadline, what
+        time.sleep(0.1)
+    return found
+
+
+def test_nodes_write_one_checkpoint_together(tmp_path):
+    out = tmp_path / "out"
+    with Cluster(2, ranks_per_node=[2, 1]) as cluster:
+        trainers = cluster.trainers(config={"persist_dir": str(out), "persist_on_exit": False, "replicas": 1})
+        trainers.wait_started()
+        levels = trainers.save(1, "persisted", timeout=120)
+        assert {one["level"] for one in levels.values()} == {"persisted"}, levels
+        check(out / "latest", 1, 3, 1 << 20)
+        assert sorted(os.listdir(out)) == ["latest", "step-1"]
+        meta = json.loads((out / "step-1" / "meta.json").read_text())
+        assert meta["world"] == 3
+        assert set(meta["values"]) == {"0", "1", "2"}
+        assert not [name for name in os.listdir(out / "step-1") if "__flash_" in name]
+        trainers.save(2, "replicated")
+        # Both trainers and the agent of a node die: its shards are written by the node that keeps their replicas.
+        trainers.kill()
+        cluster[1].kill()
+        agent = cluster[0].agent_pid()
+        assert agent is not None
+        result = cluster[0].python("-m", "flashckpt.cli", "flush", "--job", cluster.job, "--wait", "120", timeout=150)
+        assert result.returncode == 0, result.stdout + result.stderr
+        check(out / "latest", 2, 3, 1 << 20)
+        assert os.readlink(out / "latest") == "step-2"
+
+
+def test_trainers_that_die_leave_their_newest_step_on_disk(tmp_path):
+    out = tmp_path / "out"
+    with Cluster(2) as cluster:
+        trainers = cluster.trainers(config={"persist_dir": str(out), "replicas": 1})
+        trainers.wait_started()
+        trainers.save(5, "replicated")
+        trainers.kill()
+        wait_until(lambda: (out / "latest").exists(), "the agents to flush by themselves")
+        check(out / "latest", 5, 2, 1 << 20)
