@@ -208,12 +208,12 @@ class CheckpointConfig:
         ):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name}: expected one of {allowed}, found {getattr(self, name)!r}")
-        self._check_persist()
         if self.persist_interval is not None and self.persist_interval_minutes is not None:
             raise ConfigError(
                 "persist_interval and persist_interval_minutes: expected one of them, found both",
                 hint="keep the one that fits how your job counts",
             )
+        self._check_persist()
         if self.job is not None and not 1 <= len(self.job.encode()) <= 256:
             raise ConfigError(f"job: expected 1 to 256 bytes, found {len(self.job.encode())}")
 
