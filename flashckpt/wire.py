@@ -80,7 +80,77 @@ class Want:
     digest: bytes
 
 
-Body = Beat | Report | GiveUp | Announce | Lost | Want | Persist
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A copy that the healer asked for, and that its target would not take."""
+
+    rank: int
+    target: str  # node id
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Holds:
+    """To the healer: what the sender has of the generation that must not be lost."""
+
+    generation: Generation
+    world: int  # 0 where the sender does not know it: it has no shard of it
+    committed: bool  # whether the sender has its record
+    ranks: tuple[int, ...]  # ascending
+    sizes_bytes: tuple[int, ...]  # of these ranks' shards
+    refusals: tuple[Refusal, ...] = ()
+
+
+Body = Beat | Report | GiveUp | Announce | Lost | Want | Persist | Holds
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One copy to make of a shard of the kept generation."""
+
+    rank: int
+    source: str  # node ids
+    target: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fatal:
+    """Nodes that hold all copies of a shard."""
+
+    nodes: tuple[str, ...]  # sorted
+    rank: int  # of such a shard
+
+
+@dataclass(frozen=True, slots=True)
+class Survival:
+    """Which losses would be survived."""
+
+    any_nodes: int  # as many as this may be lost, whichever they are; -1: a shard is lost already
+    live: int  # nodes that are counted
+    fatal: tuple[Fatal, ...]  # the smallest sets of nodes that may not be lost together, or the first of them
+    fatal_count: int
+    fatal_domains: tuple[str, ...]  # that may not be lost as a whole, or the first of them
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """How the kept generation stands, as its healer sees it."""
+
+    generation: Generation
+    world: int
+    committed: bool
+    wanted: int  # copies of every shard
+    copies: int  # of the shard that has the fewest
+    lost: tuple[int, ...]  # ranks whose shard nobody has, or the first of them
+    lost_count: int
+    at_risk: tuple[int, ...]  # ranks whose shard has fewer copies than wanted, or the first of them
+    at_risk_count: int
+    left_copies: int  # to make
+    left_bytes: int
+    running: tuple[Copy, ...]  # or the first of them
+    missing: tuple[str, ...]  # members that are not heard of, or the first of them
+    survival: Survival
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +174,9 @@ class Answer:
     refused: str = ""  # why the message was not taken; "" = it was
     flush: FlushOrder | None = None
     persisted: Generation | None = None
+    base: Generation | None = None  # what the sender's launch has loaded
+    health: Health | None = None  # from the healer, to Holds
+    copies: tuple[Copy, ...] = ()  # that the sender has to make, of the generation that `health` speaks of
 
 
 @dataclass(frozen=True, slots=True)

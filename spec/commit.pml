@@ -42,6 +42,9 @@
 #ifndef ROT
 #define ROT 0       /* copies go bad and are repaired */
 #endif
+#ifndef HEAL
+#define HEAL 0      /* whoever has a copy of what is kept gives it to others */
+#endif
 #ifndef ZOMBIES
 #define ZOMBIES 1   /* trainers of older launches still act */
 #endif
@@ -406,6 +409,31 @@ static void give_back(int a, int b, int r, int u)
 	redundancy();
 }
 
+/* Heal: of what is kept (the newest committed generation of the launch, or before there is one what it has loaded)
+   any member gives a copy to any other, whichever launch wrote it. Nobody counts it for a commit. The receiver may
+   know of the record by hearsay only: it takes what nothing it knows has killed or followed. */
+static int kept(int p)
+{
+	int record = licence(p), loaded = now.fence[p] == now.ses[p] ? now.picked[now.fence[p]] : 0;
+	return record && (!loaded || newer(record, loaded)) ? record : loaded;
+}
+static int may_heal(int a, int b, int r, int u)
+{
+	if (a == b || u > now.nu || !(H(a, r) & BIT(u)) || (H(b, r) & BIT(u)) || !linked(a) || !linked(b)) return 0;
+	if (!now.ses[a] || !(now.mem[b] & BIT(now.ses[a]))) return 0;
+	if (MUTANT("heal-zombie")) return kept(a) == u && !droppable(b, u);
+	if (now.ses[a] != now.ses[b] || !works_for(a, now.ses[a]) || !works_for(b, now.ses[a])) return 0;
+	if (MUTANT("heal-fenced")) return now.launch[u] != now.ses[a];
+	return kept(a) == u && !droppable(b, u);
+}
+static void heal(int a, int b, int r, int u)
+{
+	SAY("node %d gave u%d of rank %d to node %d, to heal", a, u, r, b);
+	MUST(8, !older(now.ses[a], now.took[b]));  /* I8 FENCED-WRITER */
+	H(b, r) |= BIT(u);
+	redundancy();
+}
+
 /* -------- commit -------- */
 static int may_report(int a, int r, int u)  /* an acknowledgement arrives, maybe for the second time */
 {
@@ -603,7 +631,7 @@ static void save_at_once(int stage)
 
 /* -------- all events -------- */
 enum kind { LAUNCH_AT_ONCE, SAVE_AT_ONCE, START, BEGIN, CHOOSE, FENCE, SAVE, SEAL, PUSH, GIVE_BACK, REPORT, COUNT,
-            COMMIT, FORETELL, RECORD, COLLECT, HEAR, LOSE, CUT, COME_BACK, RESTART, ROTS, DROP_ACKED };
+            COMMIT, FORETELL, RECORD, COLLECT, HEAR, LOSE, CUT, COME_BACK, RESTART, ROTS, HEALS, DROP_ACKED };
 struct event { unsigned char kind, a, b, r, u; };
 #define EVENTS 256
 static struct event events[EVENTS];
@@ -641,6 +669,7 @@ static void list_events(void)
 				add(PUSH, p, q, p % N, u);
 				if (ROT) add(GIVE_BACK, p, q, p % N, u);
 			}
+			for (q = 0; q < P; q++) for (r = 0; r < N; r++) if (HEAL && p != q) add(HEALS, p, q, r, u);
 			for (r = 0; r < N; r++) { if (ROT) add(ROTS, p, 0, r, u); if (mutant("drop-acked")) add(DROP_ACKED, p, 0, r, u); }
 			if (p % N == 0) {
 				for (r = 1; r < N; r++) add(COUNT, p, 0, r, u);
@@ -683,6 +712,7 @@ static int may(int index)
 	case COME_BACK: return may_come_back(e.a);
 	case RESTART: return may_restart(e.a);
 	case ROTS: return may_rot(e.a, e.r, e.u);
+	case HEALS: return may_heal(e.a, e.b, e.r, e.u);
 	default: return may_drop_acked(e.a, e.r, e.u);
 	}
 }
@@ -713,6 +743,7 @@ static void happen(int index)
 	case COME_BACK: come_back(e.a); break;
 	case RESTART: restart(e.a); break;
 	case ROTS: rot(e.a, e.r, e.u); break;
+	case HEALS: heal(e.a, e.b, e.r, e.u); break;
 	default: drop_acked(e.a, e.r, e.u);
 	}
 }

@@ -6,17 +6,19 @@ are its two drivers; both must carry the effects of one list out in order, and o
 What it guarantees (docs/protocol.md): a shard is reported only while enough other nodes hold it verified; a record
 is written only when every rank's shard is reported, by the coordinator of the launch, once; a copy that was
 acknowledged goes only when its generation is fenced, given up, or followed by a record of the same launch; and
-nothing of an older launch has any effect once a newer one was seen.
+nothing of an older launch has any effect once a newer one was seen. Healing (agent/healing.py) only ever adds copies.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from flashckpt.agent.ballot import Ballot
 from flashckpt.agent.commit import abandoned_by, droppable, launch_of, missing_ranks, threshold
 from flashckpt.agent.flushing import Flushing
+from flashckpt.agent.healing import Healing
 from flashckpt.agent.messages import (
     Accept,
     Acknowledge,
@@ -72,6 +74,7 @@ from flashckpt.wire import (
     Beat,
     GetRefused,
     GiveUp,
+    Holds,
     Lost,
     Persist,
     PutHave,
@@ -84,7 +87,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from flashckpt.types import Fence, Generation, Held, Member, Session, ShardId
-    from flashckpt.wire import Body, Envelope, FlushOrder
+    from flashckpt.wire import Body, Copy, Envelope, FlushOrder, Health
 
 _KEPT_RECORDS = 4
 _KEPT_VOIDS = 64
@@ -111,7 +114,7 @@ class AgentCore:
         self.session: Session | None = None
         self.placement: Placement | None = None
         self.fence: Fence | None = None
-        self.base: Generation | None = None
+        self.base: Generation | None = None  # what the present launch has loaded
         self.seen: Launch | None = None  # the newest launch that anybody spoke of
         self.records: tuple[Record, ...] = ()  # newest last
         self.held: dict[ShardId, Held] = {}
@@ -124,6 +127,8 @@ class AgentCore:
         self._sources: dict[ShardId, set[str]] = {}  # of what is wanted for a rank of this node: who may have it
         self._ballot = Ballot()  # as the coordinator
         self.flushing = Flushing()
+        self._healing: Healing | None = None
+        self._hearsay: Generation | None = None  # other members have a record of it
         self._granted: dict[ShardId, SlotWanted] = {}
         self._waiting: dict[int, SlotWanted] = {}
         self._out: list[Effect] = []
@@ -152,6 +157,24 @@ class AgentCore:
         return answer
 
     @property
+    def kept(self) -> Generation | None:
+        """What must not be lost: the newest committed generation of this launch, or before there is one what was
+        loaded. Of which every shard is to have its copies at all times."""
+        record, base = self.threshold, self.base
+        if self.session is None or self._member(self.node_id) is None:
+            return None
+        # What this launch itself has saved counts once it is committed.
+        if base is not None and (not launch_of(base).is_older_than(self.session.launch) or self._is_killed(base)):
+            base = None
+        known = (base, self._hearsay, record.generation if record is not None else None)
+        return max((one for one in known if one is not None), key=age_order, default=None)
+
+    @property
+    def health(self) -> tuple[Health, float] | None:
+        """How what is kept stands, and since when that is known: the healer's last word."""
+        return self._healing.health if self._healing is not None else None
+
+    @property
     def is_fenced(self) -> bool:
         """A newer launch was seen than the one that this node's trainers began."""
         return self.session is not None and self._is_older(self.session.launch)
@@ -171,6 +194,12 @@ class AgentCore:
     def silent(self, now: float) -> dict[str, tuple[float, str]]:
         """Nodes that do not answer, or that the coordinator does not hear from: since when, and what went wrong."""
         return self.peers.silent(now, self.limits.peer_timeout, beats=self.is_coordinator)
+
+    def healer(self, now: float) -> str:
+        """The first member that answers this node."""
+        silent = self.silent(now)
+        members = self.session.members if self.session is not None else ()
+        return next((member.node_id for member in members if member.node_id not in silent), self.node_id)
 
     def owns(self, shard: ShardId) -> bool:
         """Whether a rank of this node wrote it, in the present launch."""
@@ -198,7 +227,7 @@ class AgentCore:
         self.fence = event.fence
         self.records = _newest_records(event.records)
         if event.session is not None:
-            self._enter(event.session, now)
+            self._enter(event.session, now, event.base)
         self._collect()
 
     def _on_begun(self, event: Begun, now: float) -> None:
@@ -218,9 +247,13 @@ class AgentCore:
         self._enter(session, now)
         self._collect()
 
-    def _enter(self, session: Session, now: float) -> None:
+    def _enter(self, session: Session, now: float, base: Generation | None = None) -> None:
         self.session = session
+        self.base = base
         self.placement = place(session.members, session.replicas, session.strategy)
+        self._hearsay = None
+        limits = self.limits
+        self._healing = Healing(self.node_id, session, self.placement, limits.peer_timeout, limits.pushes_per_node)
         self._ballot = Ballot()
         self._transfers.clear()
         self._wanted.clear()
@@ -242,10 +275,32 @@ class AgentCore:
             self._out.append(RefuseFenced(None, self._fenced_reason(event.launch)))
             return
         # Before the fence: what was loaded must not be taken for one of those that go.
-        self.base = event.base
+        self._keep_base(event.base)
         self.flushing.loaded(event.base, now)
         self._learn(event.launch, event.fence)
         self._collect()
+
+    def _keep_base(self, base: Generation | None) -> None:
+        if base != self.base:
+            self.base = base
+            if self.session is not None:
+                self._out.append(KeepSession(self.session, base))
+
+    def _learn_base(self, base: Generation | None) -> None:
+        """From another member: an agent that came back blank has nobody else to tell it what was loaded."""
+        if base is None or self.session is None or self.fence is None or self.kept is not None:
+            return
+        decided = (self.fence.epoch, self.fence.nonce) == (self.session.launch.epoch, self.session.launch.nonce)
+        # The answer may be late, to a question of the launch before: its base is another one.
+        if decided and base.step == self.fence.step:
+            self._keep_base(base)
+
+    def _learn_kept(self, generation: Generation) -> None:
+        """A member says that it is committed. Only the coordinator's word licenses anything to go; but where the
+        coordinator is gone, this is how those hear what has to be healed who missed its word."""
+        if self._is_of_this_launch(generation) and not self._is_settled(generation):
+            known = self._hearsay
+            self._hearsay = generation if known is None else max(known, generation, key=age_order)
 
     def _on_slot_wanted(self, event: SlotWanted, now: float) -> None:
         self._waiting[event.request_id] = event
@@ -343,9 +398,12 @@ class AgentCore:
         if self.session is None or self.is_fenced:
             return
         self._start_transfers(now)
-        neighbours = self._neighbours()
+        healer, holds = self.healer(now), self._holds(now)
+        self._heal(healer, holds, now)
+        neighbours = self._neighbours(healer)
         for node_id in self.peers.due(now, self.limits.beat):
-            for body in self._news_for(node_id) or ([Beat()] if node_id in neighbours else []):
+            news = [*self._news_for(node_id), *(holds if node_id == healer else ())]
+            for body in news or ([Beat()] if node_id in neighbours else []):
                 self._send(node_id, body, now)
 
     def _news_for(self, node_id: str) -> list[Body]:
@@ -367,13 +425,58 @@ class AgentCore:
                 news.append(Lost(shard))
         return news
 
-    def _neighbours(self) -> set[str]:
-        """Nodes that a beat goes to: the coordinator, and those that keep replicas of ours."""
+    def _neighbours(self, healer: str) -> set[str]:
+        """Nodes that a beat goes to: those that keep replicas of ours, the coordinator, the healer, and whoever would
+        be it if it answered."""
         if self.session is None or self.placement is None:
             return set()
         mine = self._member(self.node_id)
         nodes = {node for rank in mine.ranks for node in self.placement.buddies(rank)} if mine else set()
-        return (nodes | {self.session.coordinator}) - {self.node_id}
+        members = (member.node_id for member in self.session.members)
+        nodes |= {self.session.coordinator, healer, *takewhile(lambda node_id: node_id != healer, members)}
+        return nodes - {self.node_id}
+
+    # --- healing --------------------------------------------------------------------------------------------
+
+    def _heal(self, healer: str, holds: list[Holds], now: float) -> None:
+        healing = self._healing
+        if healing is None:
+            return
+        if healer != self.node_id:
+            healing.rest()
+        for one in holds if healer == self.node_id else ():
+            healing.look(one, now)
+            self._make_copies(healing.copies_from(self.node_id), now)
+
+    def _holds(self, now: float) -> list[Holds]:
+        """What this node has of what is kept; nothing where nothing is."""
+        kept = self.kept
+        if kept is None or self._healing is None:
+            return []
+        committed = any(record.generation == kept for record in self.records)
+        return [self._healing.holds(kept, self.held.values(), committed=committed, now=now)]
+
+    def _say_holds(self, now: float) -> None:
+        """At once, because it has changed: the next copies wait for it."""
+        healer = self.healer(now)
+        for holds in self._holds(now) if healer != self.node_id else ():
+            self._send(healer, holds, now)
+
+    def _make_copies(self, copies: tuple[Copy, ...], now: float) -> None:
+        kept, healing = self.kept, self._healing
+        mine = {shard.rank: held for shard, held in self.held.items() if shard.generation == kept}
+        for copy in copies:
+            held = mine.get(copy.rank) if copy.source == self.node_id and copy.target in self.peers else None
+            if held is not None and healing is not None and not healing.is_made(held.shard, copy.target, now):
+                self._transfers.want(held, copy.target, now, heals=True)
+        self._start_transfers(now)
+
+    def _is_extra(self, shard: ShardId) -> bool:
+        """A copy that this node would not have if all nodes were well."""
+        is_ours = self.owns(shard) or (
+            self._is_of_this_launch(shard.generation) and self.node_id in self._buddies(shard.rank)
+        )
+        return shard.generation == self.kept and not is_ours and shard not in self._wanted
 
     # --- slots ----------------------------------------------------------------------------------------------
 
@@ -444,7 +547,7 @@ class AgentCore:
             return
         for one in self._transfers.start_due(now, self.limits.pushes_per_node):
             self.peers.ask(one.node_id, now)
-            self._out.append(Push(one.held, one.node_id))
+            self._out.append(Push(one.held, one.node_id, one.heals))
 
     def _on_pushed(self, event: Pushed, now: float) -> None:
         if event.end is not PushEnd.FAILED:
@@ -462,6 +565,12 @@ class AgentCore:
                 self.acks.setdefault(event.shard, set()).add(event.node_id)
                 if len(self.acks[event.shard]) >= self.replicas:
                     self._report(one.held, now)
+            if one.heals and self._healing is not None:
+                self._healing.note_made(event.shard, event.node_id, now)
+                self._say_holds(now)
+        elif one.heals:
+            del self._transfers[event.shard, event.node_id]
+            self._copy_failed(event, now)
         elif event.end is PushEnd.REFUSED:
             del self._transfers[event.shard, event.node_id]
         else:
@@ -471,6 +580,13 @@ class AgentCore:
             one.failed(reason, now, self.limits.retry_first, self.limits.retry_most)
         self._collect()
         self._start_transfers(now)
+
+    def _copy_failed(self, event: Pushed, now: float) -> None:
+        """The healer asks again. It has to know of a target that does not want to; of one that is gone it will hear."""
+        if event.end is PushEnd.FAILED:
+            self.peers.miss(event.node_id, event.reason)
+        elif self._healing is not None:
+            self._healing.note_refusal(event.shard, event.node_id, event.reason or "acknowledged other bytes", now)
 
     def _on_put_asked(self, event: PutAsked, now: float) -> None:
         put = event.put
@@ -486,7 +602,7 @@ class AgentCore:
         elif held is not None:
             self._out.append(Decline(PutRefused("another content lies here under that name", False, None, None)))
         else:
-            self._out.append(Accept())
+            self._out.append(Accept(heals=self._is_extra(put.shard)))
 
     def _on_received(self, event: Received, now: float) -> None:
         self.peers.hear(event.sender, now)
@@ -496,9 +612,13 @@ class AgentCore:
         self.held[shard] = event.held
         # While it came in, a fence, a record or another launch may have made it needless: then it does not count.
         self._collect()
-        if shard in self.held and not self.is_fenced and (asked_for or self._is_of_this_launch(shard.generation)):
+        counts = asked_for or self._is_of_this_launch(shard.generation) or shard.generation == self.kept
+        is_present = self.session is not None and self.session.launch == event.launch and not self.is_fenced
+        if shard in self.held and is_present and counts:
             self._out.append(Acknowledge())
             self._consider(event.held, now)
+            if shard.generation == self.kept:
+                self._say_holds(now)
 
     def _on_get_asked(self, event: GetAsked, now: float) -> None:
         get = event.get
@@ -541,7 +661,8 @@ class AgentCore:
         why = droppable(shard.generation, self.threshold, self.fence, self.voids, self.base)
         if why:
             return why, False
-        if self._wanted.get(shard) is not None:
+        # What is kept may come from any member that has it, and lie anywhere: that is how it is healed.
+        if self._wanted.get(shard) is not None or shard.generation == self.kept:
             return "", False
         if launch_of(shard.generation) != launch or shard.rank not in member.ranks:
             return f"{shard} is not {sender}'s to give away", False
@@ -636,7 +757,7 @@ class AgentCore:
         current = self.threshold
         if current is not None and age_order(record.generation) <= age_order(current.generation):
             return
-        if self.fence is not None and self.fence.kills(record.generation):
+        if self._is_killed(record.generation):
             return
         self._out.append(KeepRecord(record))
         kept = [one for one in self.records if one.generation != record.generation]
@@ -683,11 +804,26 @@ class AgentCore:
         if not refused:
             self._take(envelope.sender, envelope.body, now)
         self._collect()
-        record = self.threshold if not refused else None
-        voids = tuple(self.voids) if not refused else ()
-        speaks = self.is_coordinator and not refused
-        order, persisted = (self.flushing.order, self.flushing.persisted) if speaks else (None, None)
-        self._out.append(Reply(Answer(self.newest, self.fence, record, voids, refused, order, persisted)))
+        answer = Answer(self.newest, self.fence, None, (), refused)
+        if not refused:
+            health: Health | None = None
+            copies: tuple[Copy, ...] = ()
+            if self._healing is not None and isinstance(envelope.body, Holds):
+                health, copies = self._healing.answer_to(envelope.sender)
+            speaks = self.is_coordinator
+            order, persisted = (self.flushing.order, self.flushing.persisted) if speaks else (None, None)
+            answer = Answer(
+                self.newest,
+                self.fence,
+                self.threshold,
+                tuple(self.voids),
+                flush=order,
+                persisted=persisted,
+                base=self.base,
+                health=health,
+                copies=copies,
+            )
+        self._out.append(Reply(answer))
 
     def _why_deaf(self, envelope: Envelope) -> str:
         if self._is_older(envelope.launch):
@@ -727,6 +863,10 @@ class AgentCore:
                 self._start_transfers(now)
             case Want(shard):
                 self._send(sender, Lost(shard), now)
+            case Holds() if self._healing is not None:
+                self._healing.take(sender, body, now)
+                if body.committed:
+                    self._learn_kept(body.generation)
             case _:
                 pass
 
@@ -754,6 +894,13 @@ class AgentCore:
             self._take_news(answer.record, answer.voids)
             self._hear_flush(answer.flush, answer.persisted, now)
             self._own_voids = {g: None for g in self._own_voids if g not in answer.voids}
+        if not answer.refused:
+            self._learn_base(answer.base)
+            if answer.record is not None:
+                self._learn_kept(answer.record.generation)
+        if self._healing is not None and answer.health is not None and answer.health.generation == self.kept:
+            self._healing.health = (answer.health, now)
+            self._make_copies(answer.copies, now)
         self.peers.miss(event.node_id, answer.refused)
         self._collect()
 
@@ -902,6 +1049,9 @@ class AgentCore:
     def _is_older(self, launch: Launch) -> bool:
         newest = self.newest
         return newest is not None and launch.is_older_than(newest)
+
+    def _is_killed(self, generation: Generation) -> bool:
+        return self.fence is not None and self.fence.kills(generation)
 
     def _is_settled(self, generation: Generation) -> bool:
         """Committed, overtaken by a commit, or never to be committed."""

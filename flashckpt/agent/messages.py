@@ -21,6 +21,7 @@ class Started:
     fence: Fence | None
     records: tuple[Record, ...]
     session: Session | None
+    base: Generation | None = None  # what the session has loaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +153,7 @@ class Received:
     """A replica was received, verified and sealed."""
 
     sender: str
+    launch: Launch  # in whose name it was sent
     held: Held
 
 
@@ -228,6 +230,7 @@ Event = (
 @dataclass(frozen=True, slots=True)
 class KeepSession:
     session: Session
+    base: Generation | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,6 +282,7 @@ class RefuseFenced:
 class Push:
     held: Held
     node_id: str
+    heals: bool = False  # for the healer, not for a commit
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,6 +301,8 @@ class Reply:
 @dataclass(frozen=True, slots=True)
 class Accept:
     """The answer to PutAsked: take it."""
+
+    heals: bool = False  # only where saves have room enough beside it
 
 
 @dataclass(frozen=True, slots=True)

@@ -190,8 +190,13 @@ class Peers:
         for effect in effects:
             if isinstance(effect, Decline):
                 return effect.answer
-        if not any(isinstance(effect, Accept) for effect in effects):
+        accepts = [effect for effect in effects if isinstance(effect, Accept)]
+        if not accepts:
             raise InternalError(f"no answer to a put of {opening.shard}")
+        if accepts[0].heals:
+            if shortage := self._shell.why_no_room(opening.shard, opening.size_bytes):
+                return PutRefused(f"{self._shell.options.node_id}: {shortage}", True, None, None)
+            failpoint("after_heal_open")
         key = (opening.shard, opening.digest)
         with self._lock:
             if opening.shard in self._receiving or self._closed:
@@ -261,7 +266,7 @@ class Peers:
             self._receiving.pop(opening.shard, None)
         self._shell.note_sealed(held.shard)
         failpoint("before_ack")
-        effects = self._shell.feed(Received(peer, held))
+        effects = self._shell.feed(Received(peer, opening.launch, held))
         if not any(isinstance(effect, Acknowledge) for effect in effects):
             raise FencedError(f"{held.shard}: nobody needs it any more")
         failpoint("after_ack")
@@ -362,15 +367,17 @@ class Peers:
                 _log.exception("telling %s failed", node_id)
                 self._shell.feed(Unreachable(node_id, "internal error; see the log"))
 
-    def push(self, held: Held, node_id: str) -> None:
+    def push(self, held: Held, node_id: str, *, heals: bool = False) -> None:
         with self._lock:
             if self._closed:
                 return
             self._running += 1
-        self._pushers.submit(self._push, held, node_id)
+        self._pushers.submit(self._push, held, node_id, heals)
 
-    def _push(self, held: Held, node_id: str) -> None:
+    def _push(self, held: Held, node_id: str, heals: bool) -> None:
         try:
+            if heals:
+                failpoint("before_heal")
             event = self._push_once(held, node_id)
         except CorruptShardError as error:
             self._shell.feed(Rotten(held.shard, error.message))
@@ -384,6 +391,8 @@ class Peers:
             self._running -= 1
         if event.end is not PushEnd.ACKED:
             _log.info("push of %s to %s: %s: %s", held.shard, node_id, event.end.name.lower(), event.reason)
+        elif heals:
+            _log.info("%s is on %s, too: a copy was missing", held.shard, node_id)
         self._shell.feed(event)
 
     def _push_once(self, held: Held, node_id: str) -> Pushed:

@@ -7,12 +7,13 @@ from dataclasses import asdict
 from typing import Any
 
 from flashckpt.errors import CorruptShardError
-from flashckpt.types import Launch, Member, PersistSettings, Session
+from flashckpt.types import Generation, Launch, Member, PersistSettings, Session
 
 _VERSION = 1
 
 
-def encode_session(session: Session) -> bytes:
+def encode_session(session: Session, base: Generation | None = None) -> bytes:
+    """`base`: what the launch has loaded."""
     return json.dumps(
         {
             "version": _VERSION,
@@ -24,6 +25,7 @@ def encode_session(session: Session) -> bytes:
             "strategy": session.strategy,
             "slots_per_rank": session.slots_per_rank,
             "persist": None if session.persist is None else asdict(session.persist),
+            "base": None if base is None else list(base),
         }
     ).encode()
 
@@ -51,6 +53,15 @@ def _persist(found: Any) -> PersistSettings | None:
     if found is None:
         return None
     return PersistSettings(**found | {"keep_steps": tuple(map(_natural, found["keep_steps"]))})
+
+
+def decode_base(data: bytes) -> Generation | None:
+    """Of what decode_session() has understood; None also where an earlier version wrote it."""
+    found = json.loads(data).get("base")
+    try:
+        return None if found is None else Generation(*map(_natural, found))
+    except (ValueError, TypeError) as error:
+        raise CorruptShardError(f"session: expected a generation as base, found {found!r}") from error
 
 
 def _member(found: Any) -> Member:

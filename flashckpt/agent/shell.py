@@ -42,7 +42,8 @@ from flashckpt.agent.peers import Peers
 from flashckpt.agent.process import SOCKET_NAME
 from flashckpt.agent.retrieve import Retrieves
 from flashckpt.agent.scrub import Scrubber
-from flashckpt.agent.session import decode_session, encode_session
+from flashckpt.agent.session import decode_base, decode_session, encode_session
+from flashckpt.agent.spare import missing_slots, why_no_room
 from flashckpt.agent.status import describe
 from flashckpt.agent.trainers import Trainers
 from flashckpt.errors import ConfigError, CorruptShardError, FlashError, NotFoundError, PeerError
@@ -128,11 +129,12 @@ class Shell:
         self.store.empty_fetched()
         held = tuple(self._adopt())
         failpoint("mid_start")
-        session, fence, records = self._read_session(), self.store.read_fence(), self.store.read_records()
+        session, base = self._read_session()
+        fence, records = self.store.read_fence(), self.store.read_records()
         self._kept, self._past = session, self._read_past()
         lacking = self._lacking({one.shard for one in held}, threshold(records, session, fence), session)
         with self._lock:
-            self._apply(Started(held + lacking, fence, records, session))
+            self._apply(Started(held + lacking, fence, records, session, base))
             for one in lacking:
                 self._apply(Gone(one.shard))
         if session is not None and len(session.members) > 1:
@@ -253,9 +255,9 @@ class Shell:
 
     def _carry_out(self, effect: Effect) -> None:
         match effect:
-            case KeepSession(session):
+            case KeepSession(session, base):
                 self._keep_past(session)
-                self._durably("the session", lambda: self.store.write_session(encode_session(session)))
+                self._durably("the session", lambda: self.store.write_session(encode_session(session, base)))
             case KeepFence(fence):
                 self._durably("the fence", lambda: self.store.write_fence(fence))
             case KeepRecord(record):
@@ -265,8 +267,8 @@ class Shell:
                 self._release(shard, reason)
             case Quarantine(shard, reason):
                 self._quarantine(shard, reason)
-            case Push(held, node_id):
-                self.peers.push(held, node_id)
+            case Push(held, node_id, heals):
+                self.peers.push(held, node_id, heals=heals)
             case Send(node_id, body):
                 self.peers.send(node_id, body)
             case Grant(request_id) | RefuseBusy(request_id, _):
@@ -482,6 +484,18 @@ class Shell:
             raise PeerError(f"{node_id}: expected an address, found none", peer=node_id)
         return peer.address
 
+    def why_no_room(self, shard: ShardId, size_bytes: int) -> str | None:
+        """Why a copy that only heals is not taken."""
+        store = self.store.status()
+        with self._lock:
+            session, placement = self._core.session, self._core.placement
+            if session is None or placement is None:
+                return "this node has no launch"
+            mine = sum(launch_of(one.generation) == session.launch for one in self._core.held)
+        slots = mine + store.pool.files + store.writing.files
+        missing = missing_slots(session, placement, self.options.node_id, slots)
+        return why_no_room(shard, size_bytes, session.world, missing, store.room)
+
     def known_progress(self) -> list[Progress]:
         """For a trainer that begins to watch."""
         with self._lock:
@@ -565,9 +579,17 @@ class Shell:
                 found[launch] = session
         return found
 
-    def _read_session(self) -> Session | None:
+    def _read_session(self) -> tuple[Session | None, Generation | None]:
+        """And what it has loaded."""
         data = self.store.read_session()
-        return None if data is None else self._decode_session(data)
+        session = None if data is None else self._decode_session(data)
+        if data is None or session is None:
+            return None, None
+        try:
+            return session, decode_base(data)
+        except CorruptShardError as error:
+            _log.warning("what the session has loaded was not understood and is forgotten: %s", error)
+            return session, None
 
     def _decode_session(self, data: bytes) -> Session | None:
         try:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashckpt import __version__
 from flashckpt.agent.commit import launch_of, missing_ranks
+from flashckpt.agent.survival import words
 from flashckpt.types import Level, age_order
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from flashckpt.agent.process import Options
     from flashckpt.store.audit import StoreStatus
     from flashckpt.types import Fence, Generation, Held, Launch
+    from flashckpt.wire import Health
 
 
 def describe(
@@ -49,6 +51,7 @@ def describe(
         "placement": core.placement.reason if core.placement else "",
         "trainers": leases,
         "peers": _peers(core, now),
+        "kept": _kept(core, now),
         "generations": [_generation(core, generation, now) for generation in _generations(core)],
         "backlog": [
             {
@@ -87,6 +90,50 @@ def _persist(core: AgentCore, now: float, flushed_bytes: int) -> dict[str, Any] 
     }
 
 
+def _kept(core: AgentCore, now: float) -> dict[str, Any] | None:
+    """What must not be lost, and how it stands as the healer says."""
+    kept = core.kept
+    if kept is None:
+        return None
+    return {
+        **_name(kept),
+        "this_launch": core.session is not None and launch_of(kept) == core.session.launch,
+        "healer": core.healer(now),
+        "health": None if core.health is None else _health(*core.health, kept, now),
+    }
+
+
+def _health(found: Health, heard_at: float, kept: Generation, now: float) -> dict[str, Any]:
+    survived = dataclasses.asdict(found.survival)
+    return {
+        "age_seconds": round(now - heard_at, 3),
+        "of": _name(found.generation),
+        "is_current": found.generation == kept,
+        "level": (Level.REPLICATED if found.committed and found.wanted > 1 else Level.SEALED).name.lower(),
+        "world": found.world,
+        "copies": {"fewest": found.copies, "wanted": found.wanted},
+        "at_risk": {"shards": found.at_risk_count, "ranks": list(found.at_risk)},
+        "lost": {"shards": found.lost_count, "ranks": list(found.lost)},
+        "healing": {
+            "copies": found.left_copies,
+            "size_bytes": found.left_bytes,
+            "running": [dataclasses.asdict(one) for one in found.running],
+            "reason": found.reason,
+        },
+        "missing_nodes": list(found.missing),
+        "survives": {**survived, "words": words(found.survival, found.lost, found.lost_count)},
+    }
+
+
+def _name(generation: Generation) -> dict[str, Any]:
+    return {
+        "step": generation.step,
+        "epoch": generation.epoch,
+        "nonce": f"{generation.nonce:016x}",
+        "seq": generation.seq,
+    }
+
+
 def _generations(core: AgentCore) -> list[Generation]:
     known = {shard.generation for shard in core.held} | {record.generation for record in core.records}
     return sorted(known, key=age_order, reverse=True)
@@ -100,10 +147,7 @@ def _generation(core: AgentCore, generation: Generation, now: float) -> dict[str
     level = Level.REPLICATED if record is not None and record.replicas else Level.SEALED if held else Level.NONE
     level = Level.PERSISTED if persisted == generation else level
     found: dict[str, Any] = {
-        "step": generation.step,
-        "epoch": generation.epoch,
-        "nonce": f"{generation.nonce:016x}",
-        "seq": generation.seq,
+        **_name(generation),
         "this_launch": core.session is not None and launch_of(generation) == core.session.launch,
         "level": level.name.lower(),
         "committed_at": record.committed_at if record else None,

@@ -21,6 +21,7 @@ class Transfer:
 
     held: Held
     node_id: str
+    heals: bool = False  # asked for by the healer, which asks again: one try
     running: bool = False
     failures: int = 0
     next_at: float = 0.0
@@ -36,8 +37,9 @@ class Transfer:
 class Transfers(dict["tuple[ShardId, str]", Transfer]):
     """By shard and node."""
 
-    def want(self, held: Held, node_id: str, now: float) -> None:
-        self.setdefault((held.shard, node_id), Transfer(held, node_id, next_at=now))
+    def want(self, held: Held, node_id: str, now: float, *, heals: bool = False) -> None:
+        one = self.setdefault((held.shard, node_id), Transfer(held, node_id, heals=heals, next_at=now))
+        one.heals = one.heals and heals
 
     def start_due(self, now: float, per_node: int) -> list[Transfer]:
         """Those that begin now; at most so many run to one node at a time."""
@@ -45,8 +47,8 @@ class Transfers(dict["tuple[ShardId, str]", Transfer]):
         for one in self.values():
             running[one.node_id] = running.get(one.node_id, 0) + one.running
         started = []
-        # The oldest first: its commit is what frees memory.
-        for one in sorted(self.values(), key=lambda one: held_order(one.held)):
+        # The oldest first: its commit is what frees memory. What only heals must not hold a commit up.
+        for one in sorted(self.values(), key=lambda one: (one.heals, held_order(one.held))):
             if not one.running and now >= one.next_at and running[one.node_id] < per_node:
                 one.running = True
                 running[one.node_id] += 1

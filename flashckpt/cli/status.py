@@ -85,6 +85,7 @@ def overview_of(job: JobView, seen: Seen | None, at: float) -> dict[str, Any]:
         "placement": None if said is None else said["placement"],
         "trainers": None if said is None else said["trainers"],
         "peers": _members(job.session) if said is None else said["peers"],
+        "kept": None if said is None else said["kept"],
         "generations": generations,
         "records_only": elsewhere,
         "backlog": None if said is None else said["backlog"],
@@ -147,7 +148,8 @@ def _members(session: Session | None) -> list[dict[str, Any]] | None:
 
 
 def _print(shown: dict[str, Any]) -> None:
-    for line in (_headline(shown), _launch_line(shown), _memory_line(shown["memory"]), _backlog_line(shown)):
+    lines = [_headline(shown), _launch_line(shown), _memory_line(shown["memory"]), _backlog_line(shown)]
+    for line in lines + kept_lines(shown["kept"]):
         if line:
             click.echo(printable(line))
     if shown["peers"]:
@@ -216,6 +218,43 @@ def _backlog_line(shown: dict[str, Any]) -> str:
     )
     problems = sorted({f"{one['to']}: {one['problem']}" for one in backlog if one["problem"]})
     return line + "".join(f"; {problem}" for problem in problems)
+
+
+def kept_lines(kept: dict[str, Any] | None) -> list[str]:
+    """What must not be lost: how it stands, which losses it would survive, what is being done about it."""
+    if kept is None:
+        return []
+    what = f"kept: step {kept['step']}" + ("" if kept["this_launch"] else ", as it was loaded")
+    health = kept["health"]
+    if health is None:
+        return [f"{what}: {kept['healer']} has not said yet how it stands"]
+    if not health["is_current"]:
+        what += f"; what follows is about step {health['of']['step']}"
+    copies = health["copies"]
+    lines = [
+        f"{what}: {health['level']}, copies of each shard: at least {copies['fewest']}, wanted {copies['wanted']} "
+        f"({kept['healer']} said so {age(health['age_seconds'])} ago)",
+        f"survives the loss of: {health['survives']['words']}",
+    ]
+    if health["missing_nodes"]:
+        lines.append(f"not heard of: {', '.join(health['missing_nodes'])}; their copies are not counted")
+    if health["at_risk"]["shards"] or health["lost"]["shards"]:
+        lines.append(f"at risk: {_shards(health['at_risk'])}; lost: {_shards(health['lost'])}")
+    healing = health["healing"]
+    if healing["copies"]:
+        running = [f"{one['rank']} from {one['source']} to {one['target']}" for one in healing["running"]]
+        lines.append(
+            f"healing: copies to make: {healing['copies']}, {format_bytes(healing['size_bytes'])}; "
+            f"being made: {', '.join(running) or 'none'}; {healing['reason']}"
+        )
+    return lines
+
+
+def _shards(found: dict[str, Any]) -> str:
+    if not found["shards"]:
+        return "no shard"
+    ranks, hidden = ", ".join(map(str, found["ranks"])), found["shards"] - len(found["ranks"])
+    return f"shard {ranks}" + (f" and {hidden} more" if hidden else "")
 
 
 def _peer_row(one: dict[str, Any]) -> list[str]:

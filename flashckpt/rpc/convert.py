@@ -41,7 +41,7 @@ from flashckpt.types import Fence, Generation, Launch, Level, Member, PersistSet
 from flashckpt.v1 import agent_pb2, common_pb2, peer_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 _MAX_PEM_BYTES = 64 << 10
 _MAX_MEMBERS = 1 << 16
@@ -50,6 +50,9 @@ _MAX_HOLDERS = 1 << 10
 _MAX_VOIDS = 1 << 10
 _MAX_CONCURRENCY = 1 << 10
 _MAX_KEEP_STEPS = 1 << 16
+_MAX_HELD = 1 << 16
+_MAX_COPIES = 1 << 8
+_MAX_SHOWN = 1 << 7  # of the lists in a summary for people
 _MAX_TICKET_BYTES = 64
 
 
@@ -347,6 +350,8 @@ def to_envelope(envelope: wire.Envelope, receiver: str) -> peer_pb2.TellRequest:
         case wire.Persist(generation, reason):
             text = shorten(reason, _MAX_TEXT_BYTES)
             request.persist.CopyFrom(peer_pb2.Persist(generation=to_generation(generation), reason=text))
+        case wire.Holds():
+            request.holds.CopyFrom(_to_holds(envelope.body))
     return request
 
 
@@ -386,6 +391,8 @@ def _body(message: peer_pb2.TellRequest) -> wire.Body:
         case "persist":
             reason = _line(message.persist.reason, "reason")
             return wire.Persist(needed(message.persist, "generation", from_generation), reason)
+        case "holds":
+            return _from_holds(message.holds)
         case _:
             raise _refused("body", "one that this version knows", "none")
 
@@ -399,6 +406,9 @@ def to_answer(answer: wire.Answer) -> peer_pb2.TellResponse:
         refused=shorten(answer.refused, _MAX_TEXT_BYTES),
         flush=maybe(answer.flush, to_order),
         persisted=maybe(answer.persisted, to_generation),
+        base=maybe(answer.base, to_generation),
+        health=maybe(answer.health, _to_health),
+        copies=map(_to_copy, answer.copies),
     )
 
 
@@ -428,7 +438,119 @@ def from_answer(message: peer_pb2.TellResponse) -> wire.Answer:
         _line(message.refused, "refused"),
         optional(message, "flush", from_order),
         optional(message, "persisted", from_generation),
+        optional(message, "base", from_generation),
+        optional(message, "health", _from_health),
+        tuple(map(_from_copy, _bounded(message.copies, "copies", _MAX_COPIES))),
     )
+
+
+# --- healing
+
+
+def _to_holds(holds: wire.Holds) -> peer_pb2.Holds:
+    return peer_pb2.Holds(
+        generation=to_generation(holds.generation),
+        world=holds.world,
+        committed=holds.committed,
+        ranks=holds.ranks,
+        sizes_bytes=holds.sizes_bytes,
+        refusals=[
+            peer_pb2.Refusal(rank=one.rank, target=one.target, reason=shorten(one.reason, _MAX_TEXT_BYTES))
+            for one in holds.refusals[:_MAX_COPIES]
+        ],
+    )
+
+
+def _from_holds(message: peer_pb2.Holds) -> wire.Holds:
+    world = _world(message.world) if message.world else 0
+    ranks = tuple(_bounded(message.ranks, "ranks", _MAX_HELD))
+    if any(a >= b for a, b in itertools.pairwise(ranks)) or (ranks and ranks[-1] >= world):
+        raise _refused("ranks", f"ascending, below world {world}", shorten(str(ranks), 100))
+    if len(message.sizes_bytes) != len(ranks):
+        raise _refused("sizes_bytes", f"as many as ranks: {len(ranks)}", len(message.sizes_bytes))
+    return wire.Holds(
+        needed(message, "generation", from_generation),
+        world,
+        message.committed,
+        ranks,
+        tuple(_integer(size, "sizes_bytes") for size in message.sizes_bytes),
+        tuple(
+            wire.Refusal(one.rank, name(one.target, "target"), _line(one.reason, "reason"))
+            for one in _bounded(message.refusals, "refusals", _MAX_COPIES)
+        ),
+    )
+
+
+def _to_copy(copy: wire.Copy) -> peer_pb2.Copy:
+    return peer_pb2.Copy(rank=copy.rank, source=copy.source, target=copy.target)
+
+
+def _from_copy(message: peer_pb2.Copy) -> wire.Copy:
+    return wire.Copy(message.rank, name(message.source, "source"), name(message.target, "target"))
+
+
+def _to_health(health: wire.Health) -> peer_pb2.Health:
+    survival = health.survival
+    return peer_pb2.Health(
+        generation=to_generation(health.generation),
+        world=health.world,
+        committed=health.committed,
+        wanted=health.wanted,
+        copies=health.copies,
+        lost=health.lost,
+        lost_count=health.lost_count,
+        at_risk=health.at_risk,
+        at_risk_count=health.at_risk_count,
+        left_copies=health.left_copies,
+        left_bytes=health.left_bytes,
+        running=map(_to_copy, health.running),
+        missing=health.missing,
+        survival=peer_pb2.Survival(
+            any_nodes=survival.any_nodes,
+            live=survival.live,
+            fatal=[peer_pb2.Fatal(nodes=one.nodes, rank=one.rank) for one in survival.fatal],
+            fatal_count=survival.fatal_count,
+            fatal_domains=survival.fatal_domains,
+        ),
+        reason=shorten(health.reason, _MAX_TEXT_BYTES),
+    )
+
+
+def _from_health(message: peer_pb2.Health) -> wire.Health:
+    return wire.Health(
+        generation=needed(message, "generation", from_generation),
+        world=_world(message.world),
+        committed=message.committed,
+        wanted=message.wanted,
+        copies=message.copies,
+        lost=tuple(_bounded(message.lost, "lost", _MAX_SHOWN)),
+        lost_count=message.lost_count,
+        at_risk=tuple(_bounded(message.at_risk, "at_risk", _MAX_SHOWN)),
+        at_risk_count=message.at_risk_count,
+        left_copies=message.left_copies,
+        left_bytes=message.left_bytes,
+        running=tuple(map(_from_copy, _bounded(message.running, "running", _MAX_SHOWN))),
+        missing=_names(message.missing, "missing"),
+        survival=needed(message, "survival", _from_survival),
+        reason=_line(message.reason, "reason"),
+    )
+
+
+def _from_survival(message: peer_pb2.Survival) -> wire.Survival:
+    fatal = [wire.Fatal(_names(one.nodes, "nodes"), one.rank) for one in _bounded(message.fatal, "fatal", _MAX_SHOWN)]
+    if not all(one.nodes for one in fatal):
+        raise _refused("nodes", "at least one", "none")
+    return wire.Survival(
+        message.any_nodes,
+        message.live,
+        tuple(fatal),
+        message.fatal_count,
+        _names(message.fatal_domains, "fatal_domains"),
+    )
+
+
+def _names(values: Sequence[str], what: str) -> tuple[str, ...]:
+    return tuple(name(one, what) for one in _bounded(values, what, _MAX_SHOWN))
 
 
 def to_opening(opening: wire.PutOpen, receiver: str) -> peer_pb2.PutOpen:

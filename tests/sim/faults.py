@@ -30,10 +30,10 @@ def _end_launches_on(world: World, machine: Machine) -> None:
             world.after(0.1 + 1.5 * world.rng.random(), world.job.kill, launch)
 
 
-def machine_lost(world: World) -> None:
+def _lose(world: World) -> Machine | None:
     members = _members(world)
     if not members:
-        return
+        return None
     machine = world.rng.choice(members)
     if world.trace:
         world.say(f"{machine}: LOST with its memory")
@@ -42,10 +42,26 @@ def machine_lost(world: World) -> None:
     machine.alive = False
     machine.core = None
     machine.incarnation += 1
-    machine.files.clear()
-    machine.session, machine.fence, machine.records = None, None, ()
+    machine.wipe()
     world.job.agent_crashed(machine)
-    _end_launches_on(world, machine)
+    return machine
+
+
+def machine_lost(world: World) -> None:
+    machine = _lose(world)
+    if machine is not None:
+        _end_launches_on(world, machine)
+
+
+def machine_lost_quietly(world: World) -> None:
+    """The others hang in a collective: nobody ends them, and nobody saves."""
+    machine = _lose(world)
+    launch = world.job.newest
+    if machine is None or launch is None or machine not in launch.members:
+        return
+    launch.hangs = True
+    launch.alive.difference_update(launch.ranks_of[machine])
+    launch.busy.difference_update(launch.ranks_of[machine])
 
 
 def machine_away(world: World) -> None:
@@ -213,6 +229,7 @@ def twin_launches(world: World) -> None:
 
 FAULTS: dict[str, Callable[[World], None]] = {
     "machine_lost": machine_lost,
+    "machine_lost_quietly": machine_lost_quietly,
     "machine_away": machine_away,
     "all_away": all_away,
     "link_cut": link_cut,

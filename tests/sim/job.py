@@ -29,8 +29,8 @@ from tests.sim.truth import Instance, Violation
 
 if TYPE_CHECKING:
     from flashckpt.agent.messages import Notify
-    from flashckpt.load.inventory import Inventory
     from flashckpt.types import Record
+    from flashckpt.wire import PutOpen
     from tests.sim.world import World
 
 _PATIENCE = 4  # tries of a trainer to reach its agent
@@ -62,11 +62,13 @@ class SimLaunch:
         self.started_ms = 0
         self.phase = Phase.BEGINNING
         self.is_zombie = False
+        self.is_planned = False  # the next save
+        self.hangs = False  # a machine is gone, and its trainers wait for it
         self.base: Instance | None = None
         self.replicas = 0
         self.session: Session | None = None
         self.begun: set[Machine] = set()
-        self.inventories: dict[Machine, Inventory] = {}
+        self.inventories: dict[Machine, bytes] = {}
         self.fenced: set[Machine] = set()
         self.fence: Fence | None = None
         self.step = -1
@@ -228,7 +230,7 @@ class Job:
 
     def _choose(self, launch: SimLaunch) -> None:
         world = self.world
-        inventory = merge(launch.inventories[m] for m in launch.members)
+        inventory = merge([m.name for m in launch.members], [launch.inventories[m] for m in launch.members])
         try:
             choice = choose(inventory, None)
             if launch.asked and len(choice.candidates) > 1:
@@ -237,7 +239,7 @@ class Job:
                 launch.asked = False
         except AmbiguousHistoryError as error:
             raise Violation("ONE-HISTORY", f"launch {launch.number}: {error.message}") from error
-        if inventory.tags and not choice.candidates and not choice.passed_over:
+        if not inventory.is_empty and not choice.candidates and not choice.passed_over:
             raise Violation("NO-FRESH-START", f"launch {launch.number} passes shards over in silence")
         chosen = None
         for index, generation in enumerate(choice.candidates):
@@ -299,6 +301,16 @@ class Job:
             self.world.truth.on_running(launch)
             self._plan_save(launch)
 
+    def check_put(self, machine: Machine, put: PutOpen) -> None:
+        """Of older launches only what this one has loaded is copied any more."""
+        launch = next(one for one in self.launches if one.id == put.launch)
+        generation = put.shard.generation
+        if generation[:2] != launch.order and (launch.base is None or launch.base.generation != generation):
+            instance = self.world.truth.instances[generation]
+            raise Violation(
+                "HEALS-THE-DEAD", f"{machine} takes {instance}, launch {launch.number} loaded {launch.base}"
+            )
+
     def kill(self, launch: SimLaunch) -> None:
         """All trainers of a launch end; the next launch comes by itself where it was the newest."""
         if launch.phase is Phase.DEAD:
@@ -343,6 +355,9 @@ class Job:
     # --- saves ----------------------------------------------------------------------------------------------
 
     def _plan_save(self, launch: SimLaunch) -> None:
+        if launch.is_planned:
+            return
+        launch.is_planned = True
         pause = self.world.swarm.interval
         self.after(pause * (0.3 + self.world.rng.random()), self._save, launch)
 
@@ -355,9 +370,11 @@ class Job:
 
     def _save(self, launch: SimLaunch) -> None:
         world = self.world
-        if launch.phase is not Phase.RUNNING or world.swarm.stopped:
+        launch.is_planned = False
+        if launch.phase is not Phase.RUNNING or world.swarm.stopped or launch.hangs:
             return
         if world.faults_on and launch.saves >= world.swarm.most_saves:
+            launch.is_planned = True
             self.after(1.0, self._save, launch)
             return
         rng = self.world.rng
@@ -474,7 +491,7 @@ class Job:
         if self._is_out(launch, rank) or not machine.alive:
             return
         shard = ShardId(instance.generation, rank, launch.world)
-        digest = b"%d.%d" % (launch.number, rank)
+        digest = b"%7d.%8d" % (launch.number, rank)
         split = self.world.faults_on and self.world.swarm.splits and self.world.rng.random() < self.world.swarm.splits
         held = Held(shard, digest, 4096, tag=0 if split else 5)
         machine.files[shard] = File(held, instance)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from flashckpt.agent.messages import Started
-from flashckpt.load.inventory import Inventory
+from flashckpt.load.inventory import encode
+from flashckpt.types import Holding, Level, NodeInventory
 
 if TYPE_CHECKING:
     from flashckpt.agent.core import AgentCore
-    from flashckpt.types import Fence, Held, Launch, Record, Session, ShardId
+    from flashckpt.types import Fence, Generation, Held, Launch, Record, Session, ShardId
     from tests.sim.truth import Instance
 
 
@@ -39,6 +40,7 @@ class Machine:
         self.fence: Fence | None = None
         self.records: tuple[Record, ...] = ()
         self.session: Session | None = None
+        self.base: Generation | None = None  # what the session has loaded
         self.quarantined = 0
         # the agent
         self.core: AgentCore | None = None
@@ -53,7 +55,12 @@ class Machine:
     def started(self) -> Started:
         """What an agent finds that looks into the directory."""
         held = tuple(file.held for file in self.files.values())
-        return Started(held, self.fence, self.records, self.session)
+        return Started(held, self.fence, self.records, self.session, self.base)
+
+    def wipe(self) -> None:
+        """Its memory is gone."""
+        self.files.clear()
+        self.session, self.base, self.fence, self.records = None, None, None, ()
 
     def standing(self) -> tuple[int, int]:
         """The newest launch that the directory knows of."""
@@ -70,9 +77,14 @@ class Machine:
         epochs = [shard.generation.epoch for shard in self.files]
         return max(self.standing()[0], newest.epoch if newest is not None else 0, *epochs, 0)
 
-    def inventory(self) -> Inventory:
-        tags = {shard: file.held.tag for shard, file in self.files.items()}
-        return Inventory(tags, self.fence, self.quarantined)
+    def inventory(self) -> bytes:
+        """As its agent tells it."""
+        recorded = {record.generation for record in self.records}
+        holdings = tuple(
+            Holding(file.held, Level.REPLICATED if shard.generation in recorded else Level.SEALED, verified=False)
+            for shard, file in self.files.items()
+        )
+        return encode(NodeInventory(self.name, holdings, self.fence, self.quarantined, (), ()))
 
     def hear(self, launch: Launch | None, fence: Fence | None) -> None:
         if launch is not None and (launch.epoch, launch.nonce) > self.heard:

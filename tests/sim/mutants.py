@@ -13,12 +13,15 @@ from typing import TYPE_CHECKING, Any
 import flashckpt.agent.core as core_module
 from flashckpt.agent.commit import abandoned_by, launch_of
 from flashckpt.agent.core import AgentCore
+from flashckpt.agent.healing import Healing
 from flashckpt.agent.messages import (
     Decline,
     FencePut,
     KeepFence,
     KeepRecord,
     KeepSession,
+    Pushed,
+    PushEnd,
     PutAsked,
     Release,
     Started,
@@ -265,6 +268,42 @@ class _BlindToSplitsAtStart(AgentCore):
         return not self.starting and super()._is_split(held)
 
 
+class _MovesWhatItHeals(AgentCore):
+    """A copy that was made to heal makes room here."""
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        one = self._transfers.get((event.shard, event.node_id)) if isinstance(event, Pushed) else None
+        effects = super().handle(event, now)
+        if one is not None and one.heals and event.end is PushEnd.ACKED and event.shard in self.held:
+            del self.held[event.shard]
+            effects.append(Release(event.shard, "it lies elsewhere"))
+        return effects
+
+
+class _HealsTheDead(AgentCore):
+    """Keeps the newest generation that it has of an earlier launch, whatever was loaded."""
+
+    @property
+    def kept(self):
+        older = [s.generation for s in self.held if self.session and launch_of(s.generation) != self.session.launch]
+        return max(older, key=age_order, default=None) or super().kept
+
+
+class _OnlyTheCoordinatorHeals(AgentCore):
+    """Where it is gone, nobody does."""
+
+    def healer(self, now: float) -> str:
+        return self.session.coordinator if self.session is not None else self.node_id
+
+
+class _CountsTheSilent(Healing):
+    """Believes for ever what a node said once."""
+
+    def look(self, mine, now: float) -> None:
+        self._said = {node: (holds, now) for node, (holds, _) in self._said.items()}
+        super().look(mine, now)
+
+
 def _trusts_for_ever(generation, sealed, reached, patience):
     return abandoned_by(generation, sealed, reached, 1e9)
 
@@ -303,24 +342,27 @@ MUTANTS: dict[str, Mutant] = {
     "commit_without_one_rank": Mutant(replace=(("missing_ranks", _without_one),)),
     "deaf_to_loss": Mutant(_DeafToLoss, start=3),
     "drop_acked_replica": Mutant(_DropsAcked),
+    "counts_the_silent": Mutant(replace=(("Healing", _CountsTheSilent),)),
     "early_gc": Mutant(_EarlyGc),
+    "heals_the_dead": Mutant(_HealsTheDead, start=570),
+    "moves_what_it_heals": Mutant(_MovesWhatItHeals),
+    "only_the_coordinator_heals": Mutant(_OnlyTheCoordinatorHeals),
     "fenced_goes_on": Mutant(_AcksOfDeadLaunches, start=36),
     "forgets_records": Mutant(_ForgetsRecords, start=4),
     "forgets_session": Mutant(_ForgetsSession),
     "has_everything": Mutant(_HasEverything),
-    "late_fence": Mutant(_LateFence, start=252),
+    "late_fence": Mutant(_LateFence, start=700),
     "no_fence": Mutant(_NoFence),
     "no_nonce": Mutant(adjust=_no_nonce, start=1),
     "nobody_goes_on": Mutant(
         replace=(("abandoned_by", lambda generation, sealed, reached, patience: None),), start=202
     ),
     "pushes_once": Mutant(_PushesOnce, start=9),
-    "records_by_step": Mutant(replace=(("_newest_records", _records_by_step),), start=25),
+    "records_by_step": Mutant(replace=(("_newest_records", _records_by_step),), start=400),
     "reports_what_is_gone": Mutant(_ReportsWhatIsGone, start=1397),
-    "trusts_for_ever": Mutant(replace=(("abandoned_by", _trusts_for_ever),), start=350),
     "unbounded_slots": Mutant(_UnboundedSlots),
-    "void_after_commit": Mutant(_CommitsAgainstVoid, start=2111),
-    "void_after_report": Mutant(_VoidAfterReport, start=1678),
+    "void_after_commit": Mutant(_CommitsAgainstVoid, start=2600),
+    "void_after_report": Mutant(_VoidAfterReport, start=2600),
     "waits_for_ever": Mutant(_NeverTiresOfWaiting, start=5),
     "zombie_accepted": Mutant(_ZombieAccepted, start=1),
 }
@@ -335,6 +377,11 @@ SURVIVORS: dict[str, tuple[Mutant, str]] = {
     "blind_to_splits_at_start": (
         Mutant(_BlindToSplitsAtStart),
         "too rare: one history in ten has ranks that disagree, and an agent has to die just then; a unit test holds it",
+    ),
+    "trusts_for_ever": (
+        Mutant(replace=(("abandoned_by", _trusts_for_ever),)),
+        "too rare: a shard has to be lost while its agent is down, of the last generation that was not committed yet; "
+        "a unit test holds it",
     ),
     "forgets_wanted_slot": (
         Mutant(_ForgetsWantedSlot),

@@ -5,6 +5,11 @@ from __future__ import annotations
 PROBES = frozenset(
     {
         "a committed copy is bad",
+        "a committed shard is healed",
+        "a shard of what was loaded is healed",
+        "another node heals than the coordinator",
+        "healed before the first save",
+        "healed while trainers hang",
         "a fence of an overtaken launch is refused",
         "a holder tells that its copy is bad",
         "a launch is refused at its start",

@@ -18,6 +18,8 @@ from tests.sim.world import World
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tests.sim.job import SimLaunch
+
 SAFETY_SECONDS = 8.0
 CONVERGE_SECONDS = 30.0
 QUIET_SECONDS = 4.2  # two beats without news
@@ -50,6 +52,7 @@ class Swarm:
     crash_points: float
     clock_lags: bool
     rollback: bool
+    heals_first: bool  # redundancy has to return before the next save
     scans_first: bool = True
     stopped: bool = False  # no new saves
 
@@ -86,6 +89,7 @@ def draw(rng: random.Random) -> Swarm:
         crash_points=maybe(0.3, 0.04),
         clock_lags=rng.random() < 0.3,
         rollback=rng.random() < 0.3,
+        heals_first=rng.random() < 0.4,
     )
 
 
@@ -144,11 +148,15 @@ def _liveness(world: World, job: Job) -> None:
     for machine in world.machines:
         machine.isolated = False
         machine.paused_until = 0.0
-    launch = job.newest
-    if launch is None or (launch.is_running and len(launch.alive) < launch.world):
-        job.kill(launch) if launch is not None else job.start()
     if world.trace:
         world.say("faults end")
+    launch = job.newest
+    if launch is not None and launch.is_running and launch.hangs:
+        _wait_healed(world, job, launch)
+    if launch is None or (launch.is_running and len(launch.alive) < launch.world):
+        job.kill(launch) if launch is not None else job.start()
+    if world.swarm.heals_first:
+        _heal_first(world, job)
     end = world.now + CONVERGE_SECONDS
     commits = None
     while world.now < end:
@@ -177,6 +185,42 @@ def _liveness(world: World, job: Job) -> None:
         if not launch.busy and quiet and not _unfinished(world, job):
             return
     raise Violation("LIVENESS", f"the job does not come to rest: {_unfinished(world, job) or 'messages go on'}")
+
+
+def _heal_first(world: World, job: Job) -> None:
+    """Without a single save, what the next launch stands on gets its copies back."""
+    world.swarm.stopped = True
+    end = world.now + CONVERGE_SECONDS
+    while world.now < end:
+        world.run_until(world.now + 0.25)
+        launch = job.newest
+        if launch is not None and launch.is_running and not launch.busy:
+            _wait_healed(world, job, launch)
+            if job.newest is launch and launch.is_running:
+                break
+    job.resume(job.newest)
+
+
+def _wait_healed(world: World, job: Job, launch: SimLaunch) -> None:
+    lacked = bool(_lacking(world, launch))
+    end = world.now + CONVERGE_SECONDS
+    while (lacking := _lacking(world, launch)) and job.newest is launch and launch.is_running:
+        if world.now > end:
+            raise Violation("HEALS", f"no redundancy within {CONVERGE_SECONDS} s after the last fault: {lacking}")
+        world.run_until(world.now + 0.5)
+    if lacked and job.newest is launch and launch.is_running:
+        world.probes.add("healed while trainers hang" if launch.hangs else "healed before the first save")
+
+
+def _lacking(world: World, launch: SimLaunch) -> list[str]:
+    """Shards of what is kept that have fewer copies than they could have."""
+    kept = launch.newest or launch.base
+    live = [m for m in launch.members if m.core is not None]
+    if kept is None:
+        return []
+    copies = {rank: [m for m in live if world.truth.is_good(m, kept, rank)] for rank in range(kept.launch.world)}
+    goal = min(world.swarm.replicas + 1, len(live))
+    return [f"rank {rank} of {kept} is on {nodes}" for rank, nodes in copies.items() if 0 < len(nodes) < goal]
 
 
 def _waits(machine) -> object:

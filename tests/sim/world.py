@@ -43,7 +43,7 @@ from flashckpt.agent.messages import (
     Unreachable,
 )
 from flashckpt.types import Level
-from flashckpt.wire import Announce, Beat, Envelope, Lost, PutHave, PutOpen, Report, Want
+from flashckpt.wire import Announce, Beat, Envelope, Holds, Lost, PutHave, PutOpen, Report, Want
 from tests.sim.machine import File, Machine
 from tests.sim.truth import Truth, Violation
 
@@ -218,7 +218,7 @@ class World:
     # --- effects --------------------------------------------------------------------------------------------
 
     def _keep_session(self, machine: Machine, effect: KeepSession) -> None:
-        machine.session = effect.session
+        machine.session, machine.base = effect.session, effect.base
 
     def _keep_fence(self, machine: Machine, effect: KeepFence) -> None:
         machine.fence = effect.fence
@@ -278,7 +278,7 @@ class World:
         core, body = machine.core, effect.body
         if core is None or core.session is None:
             return
-        if type(body) is not Beat:
+        if type(body) is not Beat and type(body) is not Holds:
             self._note_news(machine)
             self._probe_body(machine, body)
         envelope = Envelope(machine.name, core.session.launch, core.fence, body)
@@ -310,6 +310,8 @@ class World:
         self._probe_told(target, envelope)
         effects = self.feed(target, Told(envelope))
         reply = effects[-1] if effects and isinstance(effects[-1], Reply) else None
+        if reply is not None and reply.answer.copies and not target.core.is_coordinator:
+            self.probes.add("another node heals than the coordinator")
         if reply is None or self.loses() or not self.connected(target, source):
             self._unreachable(source, incarnation, target)
             return
@@ -328,6 +330,7 @@ class World:
         if core is None or core.session is None:
             return
         self._note_news(machine)
+        self._probe_push(core, effect)
         target = self.by_name[effect.node_id]
         put = PutOpen(
             machine.name, core.session.launch, core.fence, held.shard, held.tag, held.digest, held.size_bytes, 64
@@ -357,8 +360,9 @@ class World:
             if old:
                 raise Violation("FENCED-WRITER", f"{target} takes a replica from a launch that it knows to be dead")
             self.probes.add("push resumed") if put.shard in target.partial else None
+            self.job.check_put(target, put)
             length = 0.02 + self.swarm.push_time * self.rng.random()
-            self.after(length, self._put_ends, source, incarnation, target, target.incarnation, held)
+            self.after(length, self._put_ends, source, incarnation, target, target.incarnation, put, held)
         elif isinstance(answer.answer, PutHave):
             self.probes.add("push of what is there already")
             event = Pushed(held.shard, target.name, PushEnd.ACKED, digest=answer.answer.digest)
@@ -374,14 +378,14 @@ class World:
             self.after(self.delay(), self.deliver, source, incarnation, event)
 
     def _put_ends(
-        self, source: Machine, incarnation: int, target: Machine, target_incarnation: int, held: Held
+        self, source: Machine, incarnation: int, target: Machine, target_incarnation: int, put: PutOpen, held: Held
     ) -> None:
         if target.core is None or target.incarnation != target_incarnation:
             self._push_failed(source, incarnation, held, target)
             return
         if self.is_paused(target):
             wait = target.paused_until - self.now + 0.001
-            self.after(wait, self._put_ends, source, incarnation, target, target_incarnation, held)
+            self.after(wait, self._put_ends, source, incarnation, target, target_incarnation, put, held)
             return
         file = source.files.get(held.shard)
         broken = self.faults_on and self.swarm.breaks and self.rng.random() < self.swarm.breaks
@@ -404,21 +408,28 @@ class World:
         if held.shard not in target.files:
             target.files[held.shard] = File(held, file.instance)
             self.truth.stored(target, target.files[held.shard])
-        if target.heard > (held.shard.generation.epoch, held.shard.generation.nonce):
+        late = (put.launch.epoch, put.launch.nonce) < target.heard
+        if late:
             self.probes.add("a replica arrives after a newer launch was seen")
-        effects = self.feed(target, Received(source.name, held))
+        effects = self.feed(target, Received(source.name, put.launch, held))
         acked = any(isinstance(effect, Acknowledge) for effect in effects or ())
         if not acked or self.loses() or not self.connected(target, source):
             if acked:
                 self.probes.add("an acknowledgement is lost")
             self._push_failed(source, incarnation, held, target)
             return
-        if (held.shard.generation.epoch, held.shard.generation.nonce) < target.heard:
-            raise Violation("FENCED-WRITER", f"{target} acknowledges {held.shard} of a dead launch")
+        if late:
+            raise Violation("FENCED-WRITER", f"{target} acknowledges {held.shard} to a dead launch")
         event = Pushed(held.shard, target.name, PushEnd.ACKED, digest=held.digest)
         self.after(self.delay(), self.deliver, source, incarnation, event)
 
     # --- probes ---------------------------------------------------------------------------------------------
+
+    def _probe_push(self, core: AgentCore, effect: Push) -> None:
+        one = core._transfers.get((effect.held.shard, effect.node_id))
+        if one is not None and one.heals:
+            committed = core.threshold is not None and core.threshold.generation == effect.held.shard.generation
+            self.probes.add("a committed shard is healed" if committed else "a shard of what was loaded is healed")
 
     def _probe_body(self, machine: Machine, body: Body) -> None:
         if isinstance(body, Want):

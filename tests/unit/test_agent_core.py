@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from flashckpt.agent.commit import Reached, abandoned_by
 from flashckpt.agent.core import AgentCore, Limits
 from flashckpt.agent.messages import (
     Accept,
@@ -110,7 +111,7 @@ class Nodes:
                     self.feed(node, Answered(target, only(Reply, answers)[0].answer), now)
                 case Push(one, target):
                     if only(Accept, self.feed(target, put(one, node), now)):
-                        assert only(Acknowledge, self.feed(target, Received(node, one), now))
+                        assert only(Acknowledge, self.feed(target, Received(node, core.session.launch, one), now))
                     self.feed(node, Pushed(one.shard, target, PushEnd.ACKED, digest=one.digest), now)
                 case Notify(g, level, _):
                     self.notified.append((node, g.step, level))
@@ -248,7 +249,7 @@ def test_a_refusal_for_good_ends_a_push_and_a_newer_launch_ends_them_all():
 def test_a_replica_is_taken_once_acknowledged_and_known_again():
     core, one = agent("n1"), held(1)
     assert core.handle(put(one), 0.0) == [Accept()]
-    assert core.handle(Received("n0", one), 1.0) == [Acknowledge()]
+    assert core.handle(Received("n0", LAUNCH, one), 1.0) == [Acknowledge()]
     assert core.handle(put(one), 2.0) == [Decline(PutHave(one.digest))]
 
 
@@ -358,7 +359,7 @@ def test_a_rank_that_went_on_without_a_generation_voids_it():
 
 def test_own_shards_go_before_replicas():
     core = agent()
-    core.handle(Received("n1", held(1, rank=1)), 0.0)
+    core.handle(Received("n1", LAUNCH, held(1, rank=1)), 0.0)
     core.handle(Sealed(held(1)), 0.0)
     effects = told(core, "n1", GiveUp(generation(1)))
     assert [one.shard.rank for one in only(Release, effects)] == [0, 1]
@@ -380,11 +381,11 @@ def test_a_lost_replica_is_pushed_again_and_not_reported_meanwhile():
 
 def test_a_holder_tells_the_owner_of_its_loss_until_it_has_a_copy_again():
     core, one = agent("n1"), held(1)
-    core.handle(Received("n0", one), 0.0)
+    core.handle(Received("n0", LAUNCH, one), 0.0)
     assert ("n0", Lost(one.shard)) in sent(core.handle(Gone(one.shard), 1.0))
     assert ("n0", Lost(one.shard)) in sent(core.handle(Tick(), 2.0))
     assert core.handle(put(one), 3.0) == [Accept()]
-    core.handle(Received("n0", one), 3.0)
+    core.handle(Received("n0", LAUNCH, one), 3.0)
     assert ("n0", Lost(one.shard)) not in sent(core.handle(Tick(), 4.0))
 
 
@@ -396,7 +397,7 @@ def test_an_owner_fetches_its_bad_copy_back_even_if_it_forgot_who_has_it():
     assert ("n0", Lost(one.shard)) in sent(effects)
     assert not only(Release, effects)  # of others' replicas: the generation may be committed
     assert core.handle(put(one), 2.0) == [Accept()]
-    assert only(Acknowledge, core.handle(Received("n0", one), 2.0))
+    assert only(Acknowledge, core.handle(Received("n0", LAUNCH, one), 2.0))
     assert one.shard in core.held
 
 
@@ -420,3 +421,12 @@ def test_ranks_of_a_node_that_disagree_are_noticed_after_a_restart_too():
     effects = core.handle(Started((held(1, tag=5), held(1, rank=1, tag=0)), FENCE, (), two), 0.0)
     assert not only(KeepRecord, effects)
     assert {one.shard.rank for one in only(Release, effects)} == {0, 1}
+
+
+def test_a_shard_that_is_not_spoken_of_any_more_was_lost_while_nobody_looked():
+    sealed = {0: 5.0, 1: 5.0}
+    reached = {0: Reached(generation(1), 30.0), 1: Reached(generation(2), 15.0)}
+    assert abandoned_by(generation(1), sealed, reached, patience=10.0) is None
+    reached[1] = Reached(generation(2), 15.1)
+    assert abandoned_by(generation(1), sealed, reached, patience=10.0) == 1
+    assert abandoned_by(generation(1), {0: 5.0}, {1: Reached(generation(2), 0.0)}, patience=10.0) == 1

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from flashckpt.agent.core import AgentCore
 from flashckpt.agent.lock import AgentLock, Holder
-from flashckpt.agent.messages import Pushed, PushEnd, Started
+from flashckpt.agent.messages import Pushed, PushEnd, Started, Tick, Told
 from flashckpt.agent.process import Options
 from flashckpt.agent.session import encode_session
 from flashckpt.agent.start import Seen
@@ -22,6 +22,7 @@ from flashckpt.store.directory import open_directory
 from flashckpt.store.owner import Owner
 from flashckpt.store.slots import SlotStore
 from flashckpt.types import Fence, Generation, Held, Launch, Member, Record, Session, ShardId
+from flashckpt.wire import Envelope, Holds
 
 JOB = "run1"
 LAUNCH = Launch(epoch=100, nonce=7)
@@ -191,6 +192,36 @@ def test_status_with_the_agents_word(store, capsys):
     assert "down for" in text
     assert "replicas: 1 of 1" in text
     assert "\x1b" not in text
+
+
+def test_what_is_kept_is_shown_with_the_losses_it_would_survive(store, capsys):
+    """Node-b is gone: what it held has one copy left."""
+    store.write_session(encode_session(SESSION))
+    seal(store, shard(10, 0), shard(10, 1), shard(10, 2))
+    record = Record(generation(10), 3, 1, committed_at=1.5)
+    held = tuple(Held(shard(10, rank), bytes([rank]) * 16, store.granule_bytes, 0) for rank in range(3))
+    core = AgentCore("node-a")
+    core.handle(Started(held, None, (record,), SESSION), 0.0)
+    core.handle(Tick(), 1.0)
+    shown = status.overview_of(view(store, JOB), seen_by(core, store, 1.0), time.time())
+    assert shown["kept"]["health"] is None, "node-b may still speak"
+    core.handle(Told(Envelope("node-b", SESSION.launch, None, Holds(generation(10), 3, True, (2,), (1,)))), 2.0)
+    core.handle(Tick(), 2.0)
+    shown = status.overview_of(view(store, JOB), seen_by(core, store, 2.5), time.time())
+    assert shown["kept"]["health"]["survives"]["words"] == "nothing may be lost: node-a holds the only copy of shard 0"
+    assert shown["kept"]["health"]["healing"]["copies"] == 2
+    status._print(shown)
+    text = capsys.readouterr().out
+    assert "kept: step 10: replicated, copies of each shard: at least 1, wanted 2 (node-a said so" in text
+    assert "survives the loss of: nothing may be lost" in text
+    assert "at risk: shard 0, 1; lost: no shard" in text
+    assert "being made: 0 from node-a to node-b, 1 from node-a to node-b" in text
+    for now in (4.0, 6.0, 8.0, 10.0, 12.0, 14.0):
+        core.handle(Tick(), now)
+    shown = status.overview_of(view(store, JOB), seen_by(core, store, 14.0), time.time())
+    assert shown["kept"]["health"]["missing_nodes"] == ["node-b"]
+    status._print(shown)
+    assert "not heard of: node-b" in capsys.readouterr().out
 
 
 def test_records_of_what_is_not_here_are_shown_by_the_agent_alone(store):

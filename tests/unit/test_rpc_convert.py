@@ -32,6 +32,46 @@ worlds = st.integers(1, 1 << 24)
 shards = st.builds(lambda generation, world, rank: ShardId(generation, rank % world, world), generations, worlds, small)
 records = st.builds(Record, generations, worlds, small, st.floats(allow_nan=False, allow_infinity=False))
 voids = st.lists(generations, max_size=4).map(tuple)
+few_names = st.lists(names, max_size=4).map(tuple)
+few_ranks = st.lists(small, max_size=4).map(tuple)
+copies = st.lists(st.builds(wire.Copy, small, names, names), max_size=4).map(tuple)
+
+
+@st.composite
+def holdings(draw):
+    ranks = sorted(draw(st.sets(st.integers(0, (1 << 24) - 1), max_size=5)))
+    world = draw(st.integers(ranks[-1] + 1 if ranks else 0, 1 << 24))
+    refusals = draw(st.lists(st.builds(wire.Refusal, small, names, plain), max_size=3))
+    sizes = tuple(draw(counts) for _ in ranks)
+    return wire.Holds(draw(generations), world, draw(st.booleans()), tuple(ranks), sizes, tuple(refusals))
+
+
+survivals = st.builds(
+    wire.Survival,
+    st.integers(-1, (1 << 31) - 1),
+    small,
+    st.lists(st.builds(wire.Fatal, st.lists(names, min_size=1, max_size=3).map(tuple), small), max_size=3).map(tuple),
+    small,
+    few_names,
+)
+healths = st.builds(
+    wire.Health,
+    generation=generations,
+    world=worlds,
+    committed=st.booleans(),
+    wanted=small,
+    copies=small,
+    lost=few_ranks,
+    lost_count=small,
+    at_risk=few_ranks,
+    at_risk_count=small,
+    left_copies=small,
+    left_bytes=counts,
+    running=copies,
+    missing=few_names,
+    survival=survivals,
+    reason=plain,
+)
 bodies = st.one_of(
     st.builds(wire.Beat),
     st.builds(wire.Report, shards, digests, st.lists(names, max_size=4).map(tuple)),
@@ -39,9 +79,16 @@ bodies = st.one_of(
     st.builds(wire.Announce, st.none() | records, voids),
     st.builds(wire.Lost, shards),
     st.builds(wire.Want, shards, digests),
+    holdings(),
 )
 envelopes = st.builds(wire.Envelope, names, launches, st.none() | fences, bodies)
-answers = st.builds(wire.Answer, st.none() | launches, st.none() | fences, st.none() | records, voids, plain)
+answers = st.builds(
+    wire.Answer,
+    *(st.none() | launches, st.none() | fences, st.none() | records, voids, plain),
+    base=st.none() | generations,
+    health=st.none() | healths,
+    copies=copies,
+)
 openings = st.builds(
     lambda *a, head, data: wire.PutOpen(*a, size_bytes=head + data, head_bytes=head),
     *(names, launches, st.none() | fences, shards, nonces, digests),
@@ -176,6 +223,10 @@ REFUSED = {
     "shard": opening(shard=None),
     "body": tell(),
     "holders": tell(report=peer_pb2.Report(shard=SHARD, digest=bytes(16), holders=[""])),
+    "ranks": tell(holds=peer_pb2.Holds(generation=GENERATION, world=2, ranks=[2], sizes_bytes=[1])),
+    "sizes_bytes": tell(holds=peer_pb2.Holds(generation=GENERATION, world=2, ranks=[1])),
+    "target": (convert.from_answer, peer_pb2.TellResponse(copies=[peer_pb2.Copy(source="a")])),
+    "survival": (convert.from_answer, peer_pb2.TellResponse(health=peer_pb2.Health(generation=GENERATION, world=1))),
     "members": session(),
     "ranks of the members": session(("a", [0])),
     "ranks of a member": session(("a", [0]), ("b", [])),
@@ -221,6 +272,8 @@ def test_lists_are_bounded():
     back, message = tell(announce=peer_pb2.Announce(voids=[GENERATION] * ((1 << 10) + 1)))
     with pytest.raises(IncompatibleError, match="voids"):
         back(message)
+    with pytest.raises(IncompatibleError, match="copies"):
+        convert.from_answer(peer_pb2.TellResponse(copies=[peer_pb2.Copy(source="a", target="b")] * ((1 << 8) + 1)))
 
 
 @pytest.mark.parametrize("address", ["unix:/run/x", "dns:///evil:1", "node:7000", "10.0.0.1", "xds:///a"])

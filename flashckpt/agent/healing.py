@@ -1,0 +1,172 @@
+"""One node's part in healing: what it says of the kept generation, and what it knows of it as the healer. No I/O.
+
+The healer is the first member that answers. Every node tells it what it has, again and again, and its answer says
+which copies the node has to make. Whatever is forgotten here is said again within a beat.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from flashckpt.agent.heal import heal, holders_of
+from flashckpt.agent.survival import survival
+from flashckpt.wire import Health, Holds, Refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping
+
+    from flashckpt.placement import Placement
+    from flashckpt.types import Generation, Held, Session, ShardId
+    from flashckpt.wire import Copy
+
+_SHOWN = 16  # of a list in a summary
+
+
+class Healing:
+    """Belongs to one session. Times as the core has them."""
+
+    def __init__(self, node_id: str, session: Session, placement: Placement, patience: float, per_node: int) -> None:
+        self._node_id = node_id
+        self._session = session
+        self._placement = placement
+        self._patience = patience  # a node that has said nothing for so long does not count
+        self._per_node = per_node
+        self.health: tuple[Health, float] | None = None  # the last word, and when it came
+        # as a holder
+        self._refusals: dict[tuple[ShardId, str], tuple[Refusal, float]] = {}
+        self._made: dict[tuple[ShardId, str], float] = {}
+        # as the healer
+        self._said: dict[str, tuple[Holds, float]] = {}
+        self._generation: Generation | None = None
+        self._since = 0.0  # when it began to ask for this generation
+        self._looked_at: float | None = None
+        self._decided: dict[str, Holds] = {}  # what the following was decided on
+        self._found: Health | None = None
+        self._copies: tuple[Copy, ...] = ()
+
+    # --- as a holder ----------------------------------------------------------------------------------------
+
+    def holds(self, generation: Generation, held: Iterable[Held], *, committed: bool, now: float) -> Holds:
+        """What this node has of it."""
+        mine = sorted((one for one in held if one.shard.generation == generation), key=lambda one: one.shard.rank)
+        self._refusals = {
+            key: (one, at)
+            for key, (one, at) in self._refusals.items()
+            if key[0].generation == generation and now - at <= self._patience
+        }
+        return Holds(
+            generation,
+            mine[0].shard.world if mine else 0,
+            committed,
+            tuple(one.shard.rank for one in mine),
+            tuple(one.size_bytes for one in mine),
+            tuple(one for one, _ in self._refusals.values()),
+        )
+
+    def note_made(self, shard: ShardId, target: str, now: float) -> None:
+        """The healer does not know it yet, and asks for it once more."""
+        self._made[shard, target] = now
+
+    def is_made(self, shard: ShardId, target: str, now: float) -> bool:
+        self._made = {key: at for key, at in self._made.items() if now - at <= self._patience / 2}
+        return (shard, target) in self._made
+
+    def note_refusal(self, shard: ShardId, target: str, reason: str, now: float) -> None:
+        self._refusals[shard, target] = (Refusal(shard.rank, target, reason), now)
+
+    # --- as the healer --------------------------------------------------------------------------------------
+
+    def take(self, sender: str, holds: Holds, now: float) -> None:
+        self._said[sender] = (holds, now)
+
+    def rest(self) -> None:
+        """Another node is the healer."""
+        self._looked_at = None
+
+    def look(self, mine: Holds, now: float) -> None:
+        """Decides, once every member has spoken or been given the time to."""
+        # Also after a pause: those who could not be heard meanwhile must not be taken for lost.
+        new = self._looked_at is None or now - self._looked_at > self._patience / 2
+        if new or mine.generation != self._generation:
+            self._generation, self._since, self._found, self._copies = mine.generation, now, None, ()
+        self._looked_at = now
+        self.take(self._node_id, mine, now)
+        live: dict[str, Holds] = {}
+        for member in self._session.members:
+            holds, at = self._said.get(member.node_id, (None, 0.0))
+            if holds is not None and holds.generation == self._generation and now - at <= self._patience:
+                live[member.node_id] = holds
+            elif now - self._since <= self._patience:
+                return
+        if self._found is None or live != self._decided:
+            self._decided = live
+            self._found = self._decide(mine.generation, live)
+        if self._found is not None:
+            self.health = (self._found, now)
+
+    def answer_to(self, node_id: str) -> tuple[Health | None, tuple[Copy, ...]]:
+        """What a node hears that has told what it has; nothing where this one is not the healer."""
+        if self._looked_at is None or self._found is None:
+            return None, ()
+        return self._found, self.copies_from(node_id)
+
+    def copies_from(self, node_id: str) -> tuple[Copy, ...]:
+        """What the node has to do now."""
+        return tuple(one for one in self._copies if one.source == node_id and not self._is_there(one))
+
+    def _is_there(self, copy: Copy) -> bool:
+        """The target has said so since the copy was decided on."""
+        holds, _ = self._said[copy.target]
+        return holds.generation == self._generation and copy.rank in holds.ranks
+
+    def _decide(self, generation: Generation, live: Mapping[str, Holds]) -> Health | None:
+        mine = live[self._node_id]
+        world = mine.world or max(holds.world for holds in live.values())
+        if not world:
+            return None  # no live node has a shard of it: nobody knows how many there were
+        session = self._session
+        holdings = {node: [rank for rank in holds.ranks if rank < world] for node, holds in live.items()}
+        holders = holders_of(holdings)
+        self._copies, reason = heal(
+            holdings,
+            session.members,
+            session.replicas,
+            running=self._copies,
+            refused={(one.rank, one.target) for holds in live.values() for one in holds.refusals},
+            preferred=lambda rank: self._homes(rank, world),
+            per_node=self._per_node,
+        )
+        problems = sorted({f"{one.target}: {one.reason}" for holds in live.values() for one in holds.refusals})
+        wanted = min(session.replicas, len(session.members) - 1) + 1
+        goal = min(wanted, len(live))
+        sizes = {
+            rank: size for holds in live.values() for rank, size in zip(holds.ranks, holds.sizes_bytes, strict=True)
+        }
+        left = {rank: goal - len(nodes) for rank, nodes in holders.items() if len(nodes) < goal}
+        at_risk = sorted(rank for rank, nodes in holders.items() if len(nodes) < wanted)
+        lost = world - len(holders)
+        return Health(
+            generation=generation,
+            world=world,
+            committed=any(holds.committed for holds in live.values()),
+            wanted=wanted,
+            copies=0 if lost else min(map(len, holders.values())),
+            lost=tuple(islice((rank for rank in range(world) if rank not in holders), _SHOWN)),
+            lost_count=lost,
+            at_risk=tuple(at_risk[:_SHOWN]),
+            at_risk_count=len(at_risk),
+            left_copies=sum(left.values()),
+            left_bytes=sum(sizes[rank] * count for rank, count in left.items()),
+            running=self._copies[:_SHOWN],
+            missing=tuple(m.node_id for m in session.members if m.node_id not in live)[:_SHOWN],
+            survival=survival(holders, world, {m.node_id: m.domain for m in session.members if m.node_id in live}),
+            reason="; ".join([reason, *problems[:_SHOWN]]),
+        )
+
+    def _homes(self, rank: int, world: int) -> Collection[str]:
+        """Where the shard would lie if this launch had saved it."""
+        if world != self._session.world:
+            return ()
+        owner = next((m.node_id for m in self._session.members if rank in m.ranks), "")
+        return (owner, *self._placement.buddies(rank))
