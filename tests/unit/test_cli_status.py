@@ -157,6 +157,7 @@ def seen_by(core, store, now):
         address="10.0.0.1:7000",
         scrubbed=(1, 0),
         draining=False,
+        flushed_bytes=0,
     )
     holder = Holder(Owner.current(), "9.9", JOB, time.time() - 300)
     return Seen(holder, json.loads(json.dumps(said)), "", "/log")
