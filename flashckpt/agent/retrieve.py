@@ -210,7 +210,7 @@ class _Run:
         raise DeadlineError(
             f"expected {len(self._retrievals)} shards within {self._timeout:g} s, found {len(lacking)} lacking: "
             f"{'; '.join(lacking[:4])}",
-            hint="raise load_timeout where the network is slow; the agent's log says who was asked",
+            hint="raise start_timeout where the network is slow; the agent's log says who was asked",
         )
 
     def _progress(self) -> RetrieveProgress:

@@ -27,7 +27,8 @@ _CURABLE = (CorruptShardError, NotFoundError, IncompatibleError, RetrieveError)
 class StepBackError(FlashError):
     """This attempt came to nothing, on all ranks alike. Internal: leads to other copies, or the next generation.
 
-    `bad` names the copies that turned out to be useless, as (node, rank whose shard it is).
+    `bad` names the copies that turned out to be useless, as (node, rank whose shard it is). `passing`: nothing is known
+    to be damaged, so that the same may succeed a moment later.
     """
 
     code = "FC-LOAD-004"
@@ -57,7 +58,8 @@ def agree(group: PrivateGroup, node: int, doing: str, call: Callable[[], bytes])
             raise OtherRankError(f"rank {rank}, {doing}: {told['message']}", ranks=[rank])
     bad = frozenset((node, rank) for told in problems.values() for node, rank in told["bad"])
     reason = "; ".join(f"rank {rank}: {told['message']}" for rank, told in problems.items())
-    raise StepBackError(reason, bad=bad) from error
+    passing = all(told["passing"] for told in problems.values())
+    raise StepBackError(reason, bad=bad, passing=passing) from error
 
 
 def _told(error: Exception, node: int) -> dict[str, Any]:
@@ -67,4 +69,5 @@ def _told(error: Exception, node: int) -> dict[str, Any]:
         "curable": isinstance(error, (*_CURABLE, StepBackError)),
         "message": getattr(error, "message", repr(error)),
         "bad": bad,
+        "passing": isinstance(error, RetrieveError),
     }

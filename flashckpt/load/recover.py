@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_PAUSES = (1.0, 2.0)  # seconds between attempts to fetch the same generation, as long as an agent needs to be back
+
 
 @dataclass(frozen=True, slots=True)
 class Found:
@@ -154,11 +156,13 @@ class Recovery:
     def _newest(self, inventory: Inventory, choice: Choice, use: Callable[[Attempt], T]) -> tuple[T, list[str]]:
         """What `use` makes of the newest generation that it can use, and those that it could not. Collective.
 
-        A generation is given up only when one of its shards has no good copy left.
+        A generation is given up only when one of its shards has no good copy left, or can't be fetched for a while:
+        what is stepped over is dead once the next one is loaded, and an agent that is being restarted is no reason.
         """
         stepped_over: list[str] = []
         for generation in choice.candidates:
             copies: Copies | None = copies_of(inventory, generation)
+            pauses = list(_PAUSES)
             while copies is not None:
                 attempt = Attempt(self._ground, copies)
                 try:
@@ -167,6 +171,10 @@ class Recovery:
                     attempt.close()
                     if not isinstance(error, StepBackError):
                         raise
+                    if error.fields.get("passing") and pauses:
+                        log.warning("%s: %s; trying again", generation, error.message)
+                        time.sleep(pauses.pop(0))
+                        continue
                     copies = copies.without(error.fields.get("bad", frozenset()))
                     going_on = "trying other copies" if copies is not None else "can't be used"
                     log.warning("%s: %s; %s", generation, error.message, going_on)
