@@ -232,7 +232,8 @@ class Checkpointer:
 
     def settle(self) -> None:
         """Returns when no overlapped save is under way; raises what it raised. Local."""
-        self._overlap.settle(self.config.save_timeout + self.config.peer_timeout)
+        if not self._settings.disabled:
+            self._overlap.settle(self.config.save_timeout + self.config.peer_timeout)
 
     def prewarm(self, state_dict: Mapping[Any, Any]) -> None:
         """Allocates and faults the slots ahead of the first save. Collective.
@@ -504,8 +505,7 @@ class Checkpointer:
         if not self._exclusive.acquire(blocking=False):
             raise ConflictError(f"{doing}() called while another call is under way", hint="call from one thread")
         try:
-            if not self._settings.disabled:
-                self.settle()
+            self.settle()
             yield
         finally:
             self._exclusive.release()

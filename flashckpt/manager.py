@@ -13,7 +13,7 @@ from flashckpt.checkpointer import Checkpointer
 from flashckpt.config import CheckpointConfig
 from flashckpt.errors import ClosedError, ConfigError, ConflictError, DeadlineError, FlashError
 from flashckpt.training.assemble import DATALOADER, KNOWN, TrainingState
-from flashckpt.training.files import write_file
+from flashckpt.training.files import persisted_steps, write_file
 from flashckpt.training.gate import OptimizerGate
 from flashckpt.training.metrics import Event, Metrics, Recorder
 from flashckpt.training.names import Renaming
@@ -81,6 +81,7 @@ class CheckpointManager:
         self._closed = False
         self._signals: SignalHandlers | None = None
         self._pending: dict[str, Any] = {}
+        self._to_flush: list[SaveHandle] = []
         self._checkpointer = Checkpointer(self.config, process_group=process_group)
         self._gate = OptimizerGate(self.config.save_timeout, self._recorder.held)
         self._gate.install(self._state.optimizers)
@@ -118,14 +119,16 @@ class CheckpointManager:
         stopping = self._signals is not None and self._signals.is_final(step)
         decision = self.decide(step, last_step=last_step, force=force or stopping, persist=persist)
         self._seen, self._said = step, (extra, compat)
+        self._poll()
         if not decision.save:
-            self._recorder.poll()
             return None
         handle = self._snapshot(step, extra, compat)
+        if decision.persist and handle.persists and self._checkpointer.topology.rank == 0:
+            self._to_flush.append(handle)  # asked for once it is sealed, by one rank for all
         if step == 1 and self.config.enable_first_step_checkpoint:
             self._test_first(handle)
         if stopping or last_step:
-            self._bring_home(handle, decision)
+            self._bring_home(handle, to_disk=stopping and decision.persist)
         if stopping and self._signals is not None:
             self._signals.finish()
             if self._signals.exit_code is not None:
@@ -167,18 +170,31 @@ class CheckpointManager:
         if error is not None and self.config.on_save_error == "raise":
             raise error
 
-    def _bring_home(self, handle: SaveHandle, decision: Decision) -> None:
-        """The last snapshot: as far as it gets, within the deadline."""
+    def _bring_home(self, handle: SaveHandle, to_disk: bool = False) -> None:
+        """The last snapshot: as far as it gets, within the deadline. Agents go on with the flush when we are gone."""
         limit = self._signals.remaining if self._signals is not None and self._signals.requested else None
         timeout = self.config.save_timeout if limit is None else limit
-        level = Level.PERSISTED if decision.persist else Level.REPLICATED
+        level = Level.PERSISTED if to_disk and handle.persists else min(Level.REPLICATED, handle.highest_level)
+        self.maybe_wait_for_staging()
         try:
-            outcome = handle.wait(min(level, handle.highest_level), timeout)
+            outcome = handle.wait(level, timeout)
         except DeadlineError as error:
             log.warning("step %d, the last: %s", handle.step, error.message)
         else:
             log.info("step %d, the last: %s, %s %s", handle.step, handle.level.name.lower(), outcome, handle.reason)
+        self._poll()
+
+    def _poll(self) -> None:
+        """What happened in the background since the last call."""
+        self._to_flush = [handle for handle in self._to_flush if not self._is_asked_for(handle)]
         self._recorder.poll()
+
+    def _is_asked_for(self, handle: SaveHandle) -> bool:
+        try:
+            return handle.request_persist() or handle.outcome not in (None, Outcome.OK)
+        except (FlashError, OSError) as error:
+            log.warning("step %d: not asked to be persisted: %s", handle.step, error)
+            return True
 
     # --- load -----------------------------------------------------------------------------------------------
 
@@ -292,7 +308,7 @@ class CheckpointManager:
         if level is None:
             level = min(Level.REPLICATED, self._handle.highest_level)
         outcome = self._handle.wait(level, self.config.save_timeout if timeout is None else timeout)
-        self._recorder.poll()
+        self._poll()
         return outcome
 
     def flush_pending_save(self, timeout: float | None = None) -> Outcome | None:
@@ -322,11 +338,11 @@ class CheckpointManager:
     # --- looking --------------------------------------------------------------------------------------------
 
     def all_steps(self) -> tuple[int, ...]:
-        """Steps that are complete in this node's memory, ascending."""
+        """Steps that are complete in this node's memory or in persist_dir, ascending."""
         if self._checkpointer.disabled:
             return ()
-        complete = (g.step for g, state, _ in self._checkpointer.status().generations if state == "complete")
-        return tuple(sorted(set(complete)))
+        complete = {g.step for g, state, _ in self._checkpointer.status().generations if state == "complete"}
+        return tuple(sorted(complete | persisted_steps(self.config.persist_dir)))
 
     def latest_step(self) -> int | None:
         steps = self.all_steps()
@@ -384,7 +400,7 @@ class CheckpointManager:
             if not saved and not loaded:
                 handle = self.save(self._seen, last_step=True, extra=self._said[0], compat=self._said[1])
         if handle is not None:
-            self._bring_home(handle, self.decide(handle.step, last_step=True))
+            self._bring_home(handle)
         return handle
 
     def close(self) -> None:
@@ -396,8 +412,10 @@ class CheckpointManager:
         self._gate.remove()
         if self._signals is not None:
             self._signals.restore()
+        with contextlib.suppress(FlashError):  # its handle tells
+            self._checkpointer.settle()
+        self._poll()
         self._checkpointer.close()
-        self._recorder.poll()
 
     def __enter__(self) -> CheckpointManager:
         return self

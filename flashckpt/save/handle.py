@@ -79,12 +79,16 @@ class SaveHandle:
                 f"level {wanted.name.lower()}: this launch brings generations to {self._highest.name.lower()} at most",
                 hint="replication needs other nodes, persistence needs persist_dir and an agent",
             )
-        if wanted is Level.PERSISTED and self._level < wanted and self.ask_persist is not None:
-            self.ask_persist()
+        deadline = None if timeout is None else time.monotonic() + timeout
+        if wanted is Level.PERSISTED and self._level < wanted:
+            with self._changed:  # an overlapped save can be asked for once it is sealed
+                self._changed.wait_for(lambda: self._outcome is not None, timeout)
+            self.request_persist()
         with self._changed:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
             ended = self._changed.wait_for(
                 lambda: self._level >= wanted or bool(self._stopped) or self._outcome not in (None, Outcome.OK),
-                timeout,
+                left,
             )
             if ended and self._level < wanted and self._outcome in (None, Outcome.OK):
                 self.reason = self._stopped
@@ -96,6 +100,18 @@ class SaveHandle:
                 step=self.step,
             )
         return self._outcome or Outcome.OK
+
+    @property
+    def persists(self) -> bool:
+        """Whether it can be brought to persist_dir."""
+        return self._persists
+
+    def request_persist(self) -> bool:
+        """Asks for a flush, without waiting. False: it is not sealed yet, or there is nobody to ask."""
+        if self._outcome is not Outcome.OK or self.ask_persist is None:
+            return False
+        self.ask_persist()
+        return True
 
     def has_reached(self, level: Level) -> bool:
         """Reached, or known never to be."""

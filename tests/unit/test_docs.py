@@ -131,3 +131,28 @@ def test_every_setting_is_documented():
     fields = set(config.CheckpointConfig.__dataclass_fields__)
     planned = {"persist_dir", "interval", "persist_interval", "persist_interval_minutes", "replicas"}
     assert fields - planned <= documented
+
+
+def coverage():
+    """(id, state, test) of each row of coverage.md."""
+    rows = re.findall(
+        r"^\| ([A-Z]{2}-\d\d) \|[^|]*\| ([^|]*) \|(.*)\|$", (ROOT / "docs" / "coverage.md").read_text(), re.M
+    )
+    return [(identity, state.strip(), rest.rpartition("|")[2].strip().strip("`")) for identity, state, rest in rows]
+
+
+def test_the_coverage_table_has_every_requirement_once():
+    counts = {"KF": 35, "MF": 25, "TT": 15, "TN": 19, "OL": 28}
+    wanted = [f"{family}-{number:02}" for family, count in counts.items() for number in range(1, count + 1)]
+    assert [identity for identity, _, _ in coverage()] == wanted
+
+
+@pytest.mark.parametrize(("identity", "state", "test"), coverage(), ids=lambda value: value[:5])
+def test_the_coverage_table_names_tests_that_exist(identity, state, test):
+    assert state in ("yes", "part", "differs", "no", "n/a")
+    if not test:
+        assert state in ("no", "n/a")
+        return
+    file, _, name = test.partition("::")
+    text = (ROOT / "tests" / file).read_text()
+    assert not name or f"def {name}(" in text, test

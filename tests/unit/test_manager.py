@@ -324,6 +324,19 @@ def test_steps(job):
             manager.load(4)
 
 
+def test_waiting_under_its_other_name(job, monkeypatch):
+    one = job()
+    with one.manager() as manager:
+        assert manager.flush_pending_save() is None  # nothing saved yet
+        one.step()
+        monkeypatch.setattr(failpoints, "_armed", failpoints.parse("before_copy=sleep(0.3)*1"))
+        handle = manager.save(3)
+        assert manager.is_pending
+        assert manager.flush_pending_save() == "ok"
+        assert handle.level is Level.SEALED
+        assert not manager.is_pending
+
+
 def test_parts_that_are_left_as_they_are(job):
     job().run(4)
     one = job()

@@ -29,7 +29,6 @@ def config(**settings):
         ({"persist_dir": "/d"}, 1, {}, True, False, "the first step: shows that saving works"),
         ({"persist_dir": "/d", "persist_interval": 25}, 25, {}, True, True, "a multiple of persist_interval 25"),
         ({"persist_dir": "/d", "persist_interval": 25}, 50, {"persist": False}, True, False, None),
-        ({"persist_interval": 25}, 25, {}, False, False, "not a multiple of interval 10"),
         ({"fixed_steps": (7,)}, 7, {}, True, False, "one of fixed_steps"),
         ({"fixed_steps": (7,), "persist_dir": "/d"}, 7, {}, True, True, "one of fixed_steps"),
         ({"load_only": True}, 10, {"force": True}, False, False, "load_only is set"),
