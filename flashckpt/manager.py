@@ -128,7 +128,7 @@ class CheckpointManager:
         if step == 1 and self.config.enable_first_step_checkpoint:
             self._test_first(handle)
         if stopping or last_step:
-            self._bring_home(handle, to_disk=stopping and decision.persist)
+            self._bring_home(handle, to_disk=stopping and persist is not False)
         if stopping and self._signals is not None:
             self._signals.finish()
             if self._signals.exit_code is not None:
