@@ -107,3 +107,52 @@ def test_a_signal_brings_the_last_step_to_the_disk(job, tmp_path):
     assert manager.stop_requested
     assert handle.level is flashckpt.Level.PERSISTED
     assert flashckpt.latest_checkpoint(str(tmp_path / "out")).endswith("step-2")
+
+
+_SETUP = """
+import torch
+torch.manual_seed(0)
+steps = {steps}
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7)
+class Loader:
+    n = 0
+    def state_dict(self): return {{"n": self.n}}
+    def load_state_dict(self, state): self.n = state["n"]
+loader = Loader()
+def train_one_step():
+    loader.n += 1
+    model(torch.full((2, 8), float(loader.n))).pow(2).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    scheduler.step()
+"""
+_END = "print('from', resumed and resumed.step, 'weights', model[2].weight.sum().item().hex(), 'n', loader.n)"
+
+
+@pytest.mark.slow
+def test_the_quickstart_of_the_guide_resumes_bit_exact(run_python, memory_dir, tmp_path):
+    guide = (Path(__file__).parents[2] / "docs" / "manager.md").read_text()
+    snippet = guide.partition("```python\n")[2].partition("```")[0]
+    assert '"/data/run1"' in snippet  # as in the contract; nothing else is changed
+    said = {}
+    try:
+        for name, runs in (("whole", (23,)), ("parts", (13, 23))):
+            code = snippet.replace("/data/run1", str(tmp_path / name)).replace("run1", name)
+            for steps in runs:
+                result = run_python(
+                    _SETUP.format(steps=steps) + code + _END,
+                    FLASHCKPT_AGENT="auto",
+                    FLASHCKPT_MEMORY_DIR=memory_dir,
+                    FLASHCKPT_NODE_ID="a",
+                )
+                assert result.returncode == 0, result.stderr
+                said[name] = result.stdout
+    finally:
+        for name in ("whole", "parts"):
+            with contextlib.suppress(flashckpt.FlashError):
+                stop_agent(memory_dir, name, 60.0, kill=True)
+    assert "from 13" in said["parts"]
+    assert "n 23" in said["whole"]
+    assert said["parts"].partition("weights")[2] == said["whole"].partition("weights")[2]
