@@ -166,8 +166,9 @@ class Checkpointer:
         Every rank has to call it with the same step. What the state dict itself is to blame for (a value that
         can't be saved) is raised; running out of memory and the like ends in `handle.outcome == "failed"`.
 
-        With `overlap` the copy runs in a thread, and tensors may be mutated once the handle is STAGED
-        (`wait_until_staged`); other values are taken here and now. The next call waits for it.
+        With `overlap` the copy runs in a thread, and tensors may be mutated once `handle.wait("staged")` has returned;
+        other values are taken here and now. The next call waits for it. Whoever can't wait any longer calls
+        `handle.give_up()` before it mutates them: then the copy is thrown away.
         """
         with self._alone("save"):
             if self._settings.disabled:

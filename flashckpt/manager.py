@@ -196,6 +196,12 @@ class CheckpointManager:
             log.warning("step %d: not asked to be persisted: %s", handle.step, error)
             return True
 
+    def prewarm(self) -> None:
+        """Makes the memory that saves will need ahead of the first one. Collective; once the optimizer took a step."""
+        self._check_free("prewarm")
+        self.maybe_wait_for_staging()
+        self._checkpointer.prewarm(self._state.capture(overlap=False))
+
     # --- load -----------------------------------------------------------------------------------------------
 
     def load(

@@ -467,6 +467,15 @@ def test_a_first_step_that_can_not_be_saved_is_an_error_in_the_log(job, monkeypa
         assert manager.metrics().saves["failed"] == 1
 
 
+def test_prewarm_makes_the_slots_ahead(job):
+    one = job(slots_per_rank=2)
+    with one.manager() as manager:
+        one.step()
+        manager.prewarm()
+        assert manager.checkpointer.store.status().pool.files == 2
+        assert manager.save(3).wait("sealed", timeout=60) == "ok"
+
+
 def test_load_only(job):
     job().run(4)
     one = job(load_only=True)
