@@ -36,6 +36,7 @@ from flashckpt.load.ground import Ground
 from flashckpt.load.memory import OwnMemory
 from flashckpt.load.readback import read_back
 from flashckpt.load.recover import Recovery, Request
+from flashckpt.persist.restore import load_newest, remember_fence, take_disk_inventory
 from flashckpt.save.handle import SaveHandle
 from flashckpt.save.overlap import Overlap
 from flashckpt.save.plan import Planner, SavePlan
@@ -125,6 +126,7 @@ class Checkpointer:
             undo.callback(self._store.close)
             self._topology = agree_topology(self._group, self._settings, self._store.directory_id)
             self._threads = self.config.threads or default_threads(len(self._topology.node_ranks))
+            self._disk_epoch = 0  # the highest that a load saw in persist_dir
             launch = agree_launch(self._group, self._highest_epoch())
             self._slots, self._memory = self._open_slots(launch)
             undo.pop_all()
@@ -280,12 +282,14 @@ class Checkpointer:
             if self._settings.disabled:
                 return None
             began = time.perf_counter()
+            ground = self.ground()
+            on_disk = take_disk_inventory(ground, self.config.persist_dir, self.config.start_timeout)
+            self._disk_epoch = max(self._disk_epoch, on_disk.highest_epoch)
             if not read_only:
                 self._renew_launch()
-            recovery = Recovery(self.ground())
+            recovery = Recovery(ground)
             inventory = recovery.take_inventory()
             inventoried = time.perf_counter()
-            choice = recovery.candidates(inventory, step)
             request = Request(
                 step=step,
                 keys=None if keys is None else tuple(keys),
@@ -296,11 +300,11 @@ class Checkpointer:
                 screen=screen,
             )
             try:
-                result = recovery.load(inventory, choice, state_dict, request)
+                result = load_newest(recovery, ground, inventory, on_disk, self.config.persist_dir, state_dict, request)
             except UnusableError:
                 if not allow_fresh:
                     raise
-                log.warning("nothing usable in memory; allow_fresh: starting anew")
+                log.warning("nothing usable; allow_fresh: starting anew")
                 result = None
             if result is None and inventory.quarantined and not allow_fresh:
                 raise UnusableError(
@@ -480,7 +484,7 @@ class Checkpointer:
         if session is not None:
             with contextlib.suppress(CorruptShardError):  # of another version: its agent forgets it too
                 known = decode_session(session).launch.epoch
-        return max(known, self._store.highest_epoch())
+        return max(known, self._disk_epoch, self._store.highest_epoch())
 
     @property
     def _persists(self) -> bool:
@@ -617,6 +621,8 @@ class Checkpointer:
             "putting up the fence", lambda: self._slots.put_fence(fence, base) if self._topology.is_leader else None
         )
         self._anchored = True
+        if self.config.persist_dir is not None and self._topology.rank == 0:
+            remember_fence(self.config.persist_dir, fence, self.config.save_timeout)
 
     def _save_failed(self, handle: SaveHandle, error: Exception) -> SaveHandle:
         outcome = Outcome.SKIPPED if isinstance(error, BusyError) else Outcome.FAILED

@@ -19,7 +19,7 @@ from flashckpt.load.catalogue import Catalogue
 from flashckpt.load.cover import Index, index, uncovered
 from flashckpt.load.plan import Reader
 from flashckpt.load.progress import Progress
-from flashckpt.load.read import OpenShard
+from flashckpt.load.read import OpenShard, read
 from flashckpt.load.sources import decode_needs, encode_needs, needs_of, plan_retrievals, union
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from flashckpt.load.ground import Ground
     from flashckpt.load.inventory import Copies, Copy
     from flashckpt.load.plan import Transfer
+    from flashckpt.load.read import Target
+    from flashckpt.load.result import SourceName
     from flashckpt.types import Retrieval
 
 
@@ -175,6 +177,18 @@ class Attempt:
             self.quarantine(rank, error.message)
             raise
         return OpenShard(fd, head, self.catalogue.layouts[number])
+
+    @property
+    def source(self) -> SourceName:
+        return "peer" if self.fetched else "memory"
+
+    def read(self, transfers: Sequence[Transfer], targets: Sequence[Target], threads: int, verify: bool) -> bytes:
+        try:
+            read(transfers, self.shards, targets, threads=threads, verify=verify)
+        except CorruptShardError as error:
+            self.quarantine(error.shard_index, error.message)
+            raise
+        return b""
 
     def quarantine(self, rank: int, reason: str) -> None:
         """Sets this node's copy of a shard aside, if it has one."""

@@ -73,7 +73,7 @@ def read(
             failpoint("mid_read")
             _gather(shards[number], number, np.concatenate(pieces_list), threads, verify)
         for bounce in bounces:
-            _land(bounce, targets[bounce.transfer.want.target])
+            land(bounce.buffer, bounce.transfer.overlap, targets[bounce.transfer.want.target])
 
 
 def read_range(shard: OpenShard, number: int, offset_bytes: int, length_bytes: int, verify: bool) -> bytearray:
@@ -127,15 +127,14 @@ def _pieces(transfer: Transfer, target: Target, bounces: list[_Bounce]) -> Int64
     return pieces
 
 
-def _land(bounce: _Bounce, target: Target) -> None:
-    """From the host buffer into a tensor of another device, stride or dtype."""
-    overlap = bounce.transfer.overlap
+def land(source: torch.Tensor, overlap: Box, target: Target) -> None:
+    """From host memory into its place in a tensor of whatever device, stride or dtype."""
     start = (at - base for at, base in zip(overlap.offsets, target.box.offsets, strict=True))
     into = narrow(target.tensor.detach(), start, overlap.sizes)
-    if bounce.buffer.dtype == into.dtype and not (into.is_neg() or into.is_conj()):
-        as_bits(into).copy_(as_bits(bounce.buffer))
+    if source.dtype == into.dtype and not (into.is_neg() or into.is_conj()):
+        as_bits(into).copy_(as_bits(source))
     else:
-        into.copy_(bounce.buffer)
+        into.copy_(source)
 
 
 def _gather(shard: OpenShard, number: int, pieces: Int64s, threads: int, verify: bool) -> None:

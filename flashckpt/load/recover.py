@@ -6,10 +6,10 @@ import json
 import logging
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from flashckpt.agent.session import decode_session, encode_session
-from flashckpt.errors import CorruptShardError, MissingKeyError, NotFoundError, StructureError, UnusableError
+from flashckpt.errors import MissingKeyError, NotFoundError, StructureError, UnusableError
 from flashckpt.failpoints import failpoint
 from flashckpt.load import inventory as inventories
 from flashckpt.load.agree import StepBackError, agree
@@ -18,7 +18,6 @@ from flashckpt.load.choose import Choice, choose, explain
 from flashckpt.load.inventory import copies_of
 from flashckpt.load.live import LiveTensors
 from flashckpt.load.plan import Transfer, plan
-from flashckpt.load.read import read
 from flashckpt.load.result import LoadResult
 from flashckpt.state.flatten import Flat, flatten, restore
 from flashckpt.types import Launch, Timings, age_order
@@ -26,8 +25,14 @@ from flashckpt.types import Launch, Timings, age_order
 if TYPE_CHECKING:
     from collections.abc import Callable, MutableMapping, Sequence
 
+    from flashckpt.load.cover import Index
     from flashckpt.load.ground import Ground
     from flashckpt.load.inventory import Copies, Inventory
+    from flashckpt.load.plan import Reader
+    from flashckpt.load.read import Target
+    from flashckpt.load.result import SourceName
+    from flashckpt.save.values import Values
+    from flashckpt.types import Generation
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +72,45 @@ class Request:
     @staticmethod
     def matches(key: str, fqn: str) -> bool:
         return fqn == key or fqn.startswith(key if key.endswith(".") else key + ".")
+
+
+class Contents(Protocol):
+    """What a generation holds, as one rank may ask for it."""
+
+    def values(self, rank: int) -> Values: ...
+
+    def saved_keys(self, rank: int, stored: Index) -> set[str]: ...
+
+    def value(self, fqn: str, rank: int) -> tuple[bool, Any]: ...
+
+
+class Readable(Protocol):
+    """A generation that is being read. The stages are collective, in this order."""
+
+    generation: Generation
+    world: int
+    stored: Index
+
+    @property
+    def catalogue(self) -> Contents: ...
+
+    @property
+    def reader(self) -> Reader: ...
+
+    @property
+    def source(self) -> SourceName: ...
+
+    def describe(self) -> None:
+        """What it holds; proves that it is all there."""
+
+    def needs(self, transfers: Sequence[Transfer]) -> bytes:
+        """For the other ranks. Local."""
+
+    def fetch(self, transfers: Sequence[Transfer], needs: Sequence[bytes]) -> None:
+        """Brings it near."""
+
+    def read(self, transfers: Sequence[Transfer], targets: Sequence[Target], threads: int, verify: bool) -> bytes:
+        """Into the live tensors, verified. Local."""
 
 
 class Recovery:
@@ -139,6 +183,11 @@ class Recovery:
         newer = [f"{g}: {why}" for g, why in choice.passed_over if age_order(g) > age_order(result.generation)]
         return replace(result, stepped_over=(*newer, *stepped_over))
 
+    def load_from(self, attempt: Readable, state_dict: MutableMapping[Any, Any], request: Request) -> LoadResult:
+        """The same from what is not in memory. Collective. StepBackError on all ranks where it can't be used."""
+        flat, live = self._ground.group.together("reading the live state dict", lambda: _live(state_dict))
+        return self._try(attempt, state_dict, flat, live, request)
+
     def find(self, step: int | None) -> Attempt:
         """The newest usable generation, described, for somebody who reads by a plan of their own. Collective.
 
@@ -184,7 +233,7 @@ class Recovery:
 
     def _try(
         self,
-        attempt: Attempt,
+        attempt: Readable,
         state_dict: MutableMapping[Any, Any],
         flat: Flat,
         live: LiveTensors,
@@ -216,7 +265,12 @@ class Recovery:
         attempt.fetch(mine.transfers, needs)
         fetched = time.perf_counter()
         self._touched = True
-        agree(ground.group, ground.node, f"reading {generation}", lambda: self._read(attempt, mine, live, request))
+        agree(
+            ground.group,
+            ground.node,
+            f"reading {generation}",
+            lambda: attempt.read(mine.transfers, live.targets, request.threads, request.verify),
+        )
         failpoint("after_read")
         # The owners' own code: load_state_dict of Stateful objects.
         ground.group.together(
@@ -225,7 +279,7 @@ class Recovery:
         return LoadResult(
             step=generation.step,
             generation=generation,
-            source="peer" if attempt.fetched else "memory",
+            source=attempt.source,
             saved_world_size=attempt.world,
             extra=mine.extra,
             missing=mine.missing,
@@ -237,14 +291,6 @@ class Recovery:
                 read=time.perf_counter() - fetched,
             ),
         )
-
-    def _read(self, attempt: Attempt, mine: _ReadPlan, live: LiveTensors, request: Request) -> bytes:
-        try:
-            read(mine.transfers, attempt.shards, live.targets, threads=request.threads, verify=request.verify)
-        except CorruptShardError as error:
-            attempt.quarantine(error.shard_index, error.message)
-            raise
-        return b""
 
     def _nobody_wants(self, unexpected: frozenset[str]) -> list[str]:
         """Of the keys that this rank has no use for, those that no other rank has a use for either. Collective."""
@@ -272,7 +318,7 @@ class _ReadPlan:
     unexpected: frozenset[str]
 
 
-def _plan(attempt: Attempt, rank: int, flat: Flat, live: LiveTensors, request: Request) -> _ReadPlan:
+def _plan(attempt: Readable, rank: int, flat: Flat, live: LiveTensors, request: Request) -> _ReadPlan:
     """Local. Raises what only the caller can mend: keys and shapes that do not fit."""
     catalogue = attempt.catalogue
     extra = catalogue.values(rank if rank < attempt.world else 0).extra

@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 from flashckpt.types import Generation, Timings
 
+SourceName = Literal["memory", "peer", "persist"]
+
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
@@ -14,7 +16,7 @@ class LoadResult:
 
     step: int
     generation: Generation
-    source: Literal["memory", "peer", "persist"]
+    source: SourceName
     saved_world_size: int
     extra: Any = None
     """What this rank (else the lowest that did) passed as `extra` when saving."""

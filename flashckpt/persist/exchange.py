@@ -56,7 +56,8 @@ class Exchange:
             {
                 "files": {name: [one.size_bytes, one.crc32c] for name, one in written.files.items()},
                 "placed": [
-                    [one.key, one.offsets, one.file, one.offset_bytes, one.length_bytes] for one in written.placed
+                    [one.key, one.offsets, one.file, one.offset_bytes, one.length_bytes, one.crc32c]
+                    for one in written.placed
                 ],
                 "values": {str(rank): name for rank, name in written.values.items()},
                 "value_paths": dict(value_paths),
@@ -160,9 +161,9 @@ def _decode_report(found: Any, node_id: str) -> tuple[Written, dict[str, tuple[s
             {str(name): FileInfo(int(size), int(crc)) for name, (size, crc) in found["files"].items()},
             [
                 Placed(
-                    str(key), None if offsets is None else tuple(map(int, offsets)), str(file), int(start), int(size)
+                    str(key), None if at is None else tuple(map(int, at)), str(file), int(start), int(size), int(crc)
                 )
-                for key, offsets, file, start, size in found["placed"]
+                for key, at, file, start, size, crc in found["placed"]
             ],
             {int(rank): str(name) for rank, name in found["values"].items()},
         )

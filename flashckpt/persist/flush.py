@@ -7,6 +7,7 @@ Nobody sees a step before all of it is durable, and whatever ends this process l
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import time
 from typing import TYPE_CHECKING, Any
@@ -16,11 +17,11 @@ import torch
 from flashckpt import __version__, native
 from flashckpt.errors import CorruptShardError, FlashError, NotFoundError
 from flashckpt.failpoints import failpoint
-from flashckpt.persist.catalog import list_steps
+from flashckpt.persist.catalog import list_steps, look
 from flashckpt.persist.exchange import Exchange
 from flashckpt.persist.index import encode_index
 from flashckpt.persist.meta import FileInfo, Meta, encode_meta, json_part
-from flashckpt.persist.names import META_JSON, METADATA, attempt_of, is_aside, is_deleting, step_name
+from flashckpt.persist.names import META_JSON, METADATA, attempt_of, checksums_name, is_aside, is_deleting, step_name
 from flashckpt.persist.plan import plan
 from flashckpt.persist.retain import KeepRules, Lying, removable
 from flashckpt.persist.storage import open_storage
@@ -48,6 +49,12 @@ def flush(spec: FlushSpec, progress: Callable[[int], None] = lambda _: None) -> 
     if spec.coordinates:
         sweep(storage, spec.attempt)
     failpoint("before_flush")
+    there = look(storage, step_name(spec.generation.step), spec.generation.step)
+    if there.meta is not None and there.generation == spec.generation and not there.problem:
+        # The agent before this one died between the commit and its word of it.
+        if spec.coordinates:
+            _move_latest(storage, spec)
+        return {"files": len(there.meta.files), "size_bytes": there.meta.size_bytes}
     stage = storage.stage(spec.generation.step, spec.attempt)
     nodes = [node for node, _ in spec.writers]
     deadline = time.monotonic() + spec.settings.timeout
@@ -89,6 +96,7 @@ def flush(spec: FlushSpec, progress: Callable[[int], None] = lambda _: None) -> 
             with contextlib.suppress(OSError, FlashError):
                 together.fail(reason)
         raise
+    _write_checksums(storage, stage, written)
     marker = encode_index(todo, written.placed, paths)
     written.files[METADATA] = FileInfo(len(marker), native.crc32c(marker))
     meta = Meta(
@@ -195,6 +203,16 @@ def _check_seen(storage: Storage, stage: Stage, written: Written) -> None:
                 f"found {'no such file' if size is None else size}",
                 hint="persist_dir has to be the same directory on every node",
             )
+
+
+def _write_checksums(storage: Storage, stage: Stage, written: Written) -> None:
+    """Of every part, so that a reader of a few of them need not read whole files to know that they are good."""
+    parts: dict[str, list[list[int]]] = {}
+    for one in written.placed:
+        parts.setdefault(one.file, []).append([one.offset_bytes, one.length_bytes, one.crc32c])
+    name, content = checksums_name(stage.suffix), json.dumps(parts).encode()
+    storage.put(f"{stage.place}/{name}", content)
+    written.files[name] = FileInfo(len(content), native.crc32c(content))
 
 
 def _move_latest(storage: Storage, spec: FlushSpec) -> None:

@@ -17,6 +17,7 @@ _STEP = re.compile(r"step-(0|[1-9][0-9]{0,18})")
 _FOREIGN_STEP = re.compile(r"(?:step[-_]?|checkpoint-)([0-9]{1,19})(?:_ckpt)?")
 _TEMPORARY = re.compile(r"step-(?:0|[1-9][0-9]{0,18})\.tmp-([0-9a-f]{16})")
 _ASIDE = re.compile(r"(?:latest|fence\.json)\.tmp-[0-9a-f]{16}")
+_DATA = re.compile(r"__([0-9]{1,9})_")
 _DELETING = re.compile(r".+\.deleting-[0-9a-f]{16}")
 
 
@@ -68,6 +69,17 @@ def parse_per_rank_key(key: str) -> tuple[int, str] | None:
 
 def data_name(rank: int, part: int, suffix: str = "") -> str:
     return f"__{rank}_{part}{suffix}.distcp"
+
+
+def checksums_name(suffix: str = "") -> str:
+    """The checksum of every part of every data file."""
+    return f"__checksums{suffix}.flash"
+
+
+def rank_of_data(name: str) -> int | None:
+    """The rank whose shard a data file was written from, as DCP too names its files."""
+    match = _DATA.match(name)
+    return None if match is None else int(match[1])
 
 
 def values_name(rank: int, suffix: str = "") -> str:

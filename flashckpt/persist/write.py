@@ -111,6 +111,7 @@ class Placed:
     file: str
     offset_bytes: int
     length_bytes: int
+    crc32c: int
 
 
 @dataclass(slots=True)
@@ -183,7 +184,7 @@ def _write_file(
         stream = _Stream(file, throttle, progress)
         for item in items:
             failpoint("mid_flush")
-            start = stream.position
+            start, stream.part_crc32c = stream.position, 0
             if isinstance(item, TensorItem):
                 torch.save(storable(shard.read(item)), cast("IO[bytes]", stream))
                 offsets: tuple[int, ...] | None = item.box.offsets
@@ -192,7 +193,8 @@ def _write_file(
                 torch.save(shard.values.values[item.fqn], buffer)
                 stream.write(buffer.getbuffer())
                 offsets = None
-            placed.append(Placed(item.key, offsets, name, start, stream.position - start))
+            length = stream.position - start
+            placed.append(Placed(item.key, offsets, name, start, length, stream.part_crc32c))
     return FileInfo(stream.position, stream.crc32c), placed
 
 
@@ -223,7 +225,8 @@ class _Stream(io.RawIOBase):
         self._throttle = throttle
         self._progress = progress
         self.position = 0
-        self.crc32c = 0
+        self.crc32c = 0  # of the whole file
+        self.part_crc32c = 0  # of what was written since somebody set it to 0
 
     def writable(self) -> bool:
         return True
@@ -232,7 +235,10 @@ class _Stream(io.RawIOBase):
         view = memoryview(data).cast("B")
         self._throttle.take(len(view))
         self._file.write(view)
-        self.crc32c = native.crc32c(view, self.crc32c)
+        # One pass over the bytes for both.
+        crc = native.crc32c(view)
+        self.crc32c = native.crc32c_combine(self.crc32c, crc, len(view))
+        self.part_crc32c = native.crc32c_combine(self.part_crc32c, crc, len(view))
         self.position += len(view)
         self._progress(len(view))
         return len(view)

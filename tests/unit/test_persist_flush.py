@@ -103,7 +103,7 @@ def test_a_flushed_step_is_a_stock_dcp_checkpoint(checkpointer, memory_dir, tmp_
     }
     handle = checkpointer.save(3, state, extra={"run": "x", "n": 2})
     told = flush(spec_of(memory_dir, tmp_path / "out", handle))
-    assert told["files"] == 4  # two data files, the values, the index
+    assert told["files"] == 5  # two data files, the values, checksums, the index
     step = tmp_path / "out" / "step-3"
     assert os.readlink(tmp_path / "out" / "latest") == "step-3"
     assert (tmp_path / "out" / "latest" / METADATA).is_file()

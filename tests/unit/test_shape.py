@@ -38,7 +38,7 @@ OUTSIDE = {
         "rpc",
         "placement",
     },
-    "checkpointer": {"torch", "state", "save", "load", "store", "join", "rpc", "agent"},
+    "checkpointer": {"persist", "torch", "state", "save", "load", "store", "join", "rpc", "agent"},
     "training": {"torch", "numpy", "format", "state", "save", "load", "manager", "persist"},
     "discover": {"persist"},
     "export": {"torch", "safetensors", "format", "load", "store"},

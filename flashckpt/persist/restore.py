@@ -1,0 +1,285 @@
+"""Loading from the persistent tier, in one order with what is in memory: the newest usable generation wins.
+
+What lies in persist_dir is looked at by rank 0 alone, and all ranks decide on what it saw. Every stage is collective.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import threading
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from flashckpt.errors import AmbiguousHistoryError, DeadlineError, FlashError, NotFoundError, UnusableError
+from flashckpt.load.agree import StepBackError, agree
+from flashckpt.load.choose import Choice
+from flashckpt.load.plan import Reader
+from flashckpt.persist.catalog import list_steps, read_fence, write_fence
+from flashckpt.persist.source import Source
+from flashckpt.persist.storage import open_storage
+from flashckpt.types import Fence, Generation, age_order
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, MutableMapping, Sequence
+
+    from flashckpt.load.ground import Ground
+    from flashckpt.load.inventory import Inventory
+    from flashckpt.load.plan import Transfer
+    from flashckpt.load.read import Target
+    from flashckpt.load.recover import Recovery, Request
+    from flashckpt.load.result import LoadResult, SourceName
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class OnDisk:
+    """One step in persist_dir, as all ranks know it."""
+
+    name: str
+    generation: Generation
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class DiskInventory:
+    steps: tuple[OnDisk, ...] = ()
+    fence: Fence | None = None
+    problem: str = ""  # why persist_dir could not be looked at
+
+    @property
+    def highest_epoch(self) -> int:
+        epochs = [one.generation.epoch for one in self.steps]
+        return max([0 if self.fence is None else self.fence.epoch, *epochs])
+
+
+@dataclass(frozen=True, slots=True)
+class DiskChoice:
+    """Steps in the order to try them, and why the others are none."""
+
+    candidates: tuple[OnDisk, ...]
+    passed_over: tuple[str, ...]
+
+
+def look_at(persist_dir: str, timeout: float) -> DiskInventory:
+    """Local. A directory that can't be read, or hangs, is a problem to decide upon, no error."""
+    try:
+        return _within(timeout, f"listing {persist_dir}", lambda: _look(persist_dir))
+    except (FlashError, OSError) as error:
+        reason = error.message if isinstance(error, FlashError) else str(error)
+        return DiskInventory(problem=f"{persist_dir} can't be read: {reason}")
+
+
+def _look(persist_dir: str) -> DiskInventory:
+    storage = open_storage(persist_dir)
+    found = list_steps(storage)
+    return DiskInventory(tuple(OnDisk(one.name, one.generation, one.problem) for one in found), read_fence(storage))
+
+
+def take_disk_inventory(ground: Ground, persist_dir: str | None, timeout: float) -> DiskInventory:
+    """What rank 0 sees. Collective."""
+    if persist_dir is None:
+        return DiskInventory()
+
+    def take() -> bytes:
+        return _encode(look_at(persist_dir, timeout)) if ground.rank == 0 else b""
+
+    return _decode(agree(ground.group, ground.node, f"looking at {persist_dir}", take)[0])
+
+
+def remember_fence(persist_dir: str, fence: Fence, timeout: float) -> None:
+    """Keeps what a load left behind, for the day when no memory is left that remembers it. Local, and no error: memory
+    has it already."""
+    try:
+        _within(timeout, f"writing to {persist_dir}", lambda: write_fence(open_storage(persist_dir), fence))
+    except (FlashError, OSError) as error:
+        log.warning("%s: the fence of step %d could not be kept there: %s", persist_dir, fence.step, error)
+
+
+def choose_on_disk(inventory: DiskInventory, fence: Fence | None, step: int | None) -> DiskChoice:
+    """Newest first: what is whole and not fenced; with `step`, only that one. Pure, alike on all ranks."""
+    candidates: list[OnDisk] = []
+    passed_over = [inventory.problem] if inventory.problem else []
+    for one in inventory.steps:
+        if fence is not None and fence.kills(one.generation):
+            passed_over.append(f"{one.name} on disk: fenced: step {fence.step} was loaded at epoch {fence.epoch}")
+        elif one.problem:
+            passed_over.append(f"{one.name} on disk: {one.problem}")
+        elif step is None or one.generation.step == step:
+            candidates.append(one)
+    candidates.sort(key=lambda one: age_order(one.generation), reverse=True)
+    if candidates and step is None:
+        newest, fenced_up_to = candidates[0].generation, 0 if fence is None else fence.epoch
+        for other in candidates:
+            if other.generation.epoch > max(newest.epoch, fenced_up_to):
+                raise AmbiguousHistoryError(
+                    f"two unrelated histories on disk: {candidates[0].name}, and {other.name} of a later launch that "
+                    "did not start from it",
+                    hint="load the one you mean with load(step=…), or remove the other",
+                    steps=(newest.step, other.generation.step),
+                )
+    return DiskChoice(tuple(candidates), tuple(passed_over))
+
+
+def newer_fence(one: Fence | None, other: Fence | None) -> Fence | None:
+    if one is None or other is None:
+        return one or other
+    return max(one, other, key=lambda fence: fence.order)
+
+
+class DiskAttempt:
+    """A persisted step as a load reads it (`load.recover.Readable`). Every rank reads what it needs by itself."""
+
+    def __init__(self, ground: Ground, persist_dir: str, one: OnDisk) -> None:
+        self._ground = ground
+        self._persist_dir = persist_dir
+        self._one = one
+        self.generation = one.generation
+        self.world = 0
+        self.stored: Any = {}
+        self.catalogue: Source
+
+    @property
+    def reader(self) -> Reader:
+        rank = self._ground.rank
+        return Reader(rank, rank if rank < self.world else None)
+
+    @property
+    def source(self) -> SourceName:
+        return "persist"
+
+    def describe(self) -> None:
+        def open_it() -> bytes:
+            self.catalogue = Source(open_storage(self._persist_dir), self._one.name, self.generation.step)
+            # As rank 0 saw it, or it was replaced since.
+            if self.catalogue.generation != self.generation:
+                raise NotFoundError(f"{self.catalogue.where}: expected {self.generation}, found that it was replaced")
+            return b""
+
+        self._agree("opening", open_it)
+        self.world, self.stored = self.catalogue.world, self.catalogue.stored
+
+    def needs(self, transfers: Sequence[Transfer]) -> bytes:
+        return b""
+
+    def fetch(self, transfers: Sequence[Transfer], needs: Sequence[bytes]) -> None:
+        """Nothing to bring: each rank reads it in place."""
+
+    def read(self, transfers: Sequence[Transfer], targets: Sequence[Target], threads: int, verify: bool) -> bytes:
+        # IMPORTANT: only the disk is waited for in another thread. Streams, and whether gradients are recorded, belong
+        # to this one.
+        what, timeout = f"reading {self.catalogue.where}", self._ground.timeout
+        self.catalogue.read(transfers, targets, lambda load: _within(timeout, what, load))
+        return b""
+
+    def _agree(self, doing: str, call: Callable[[], bytes]) -> None:
+        what = f"{doing} {self._one.name} on disk"
+        agree(self._ground.group, self._ground.node, what, lambda: _within(self._ground.timeout, what, call))
+
+
+def load_newest(
+    recovery: Recovery,
+    ground: Ground,
+    memory: Inventory,
+    disk: DiskInventory,
+    persist_dir: str | None,
+    state_dict: MutableMapping[Any, Any],
+    request: Request,
+) -> LoadResult | None:
+    """From memory or disk, whichever has the newer usable generation. Collective.
+
+    None where neither has anything. Raises as a load from memory does, with the reasons of both.
+    """
+    missing: NotFoundError | None = None
+    try:
+        choice = recovery.candidates(memory, request.step)
+    except NotFoundError as error:
+        missing, choice = error, Choice((), ())
+    on_disk = choose_on_disk(disk, newer_fence(memory.fence, disk.fence), request.step)
+    if missing is not None and persist_dir is None:
+        raise missing
+    if persist_dir is None or (missing is None and not (on_disk.candidates or on_disk.passed_over)):
+        return recovery.load(memory, choice, state_dict, request)
+    if disk.fence is not None:
+        dead = [g for g in choice.candidates if disk.fence.kills(g)]
+        choice = replace(choice, candidates=tuple(g for g in choice.candidates if g not in dead))
+    problems: list[str] = []
+    for turn in _in_order(choice.candidates, on_disk.candidates):
+        try:
+            if isinstance(turn, OnDisk):
+                result = recovery.load_from(DiskAttempt(ground, persist_dir, turn), state_dict, request)
+                problems = [f"{g}: {why}" for g, why in choice.passed_over if age_order(g) > age_order(turn.generation)]
+                return replace(result, stepped_over=(*problems, *result.stepped_over))
+            found = recovery.load(memory, replace(choice, candidates=turn), state_dict, request)
+        except (StepBackError, UnusableError) as error:
+            log.warning("%s; trying what is older", error.message)
+            problems.append(error.message)
+        else:
+            return found
+    raise _nothing(missing, choice, on_disk, problems, request.step)
+
+
+def _in_order(memory: tuple[Generation, ...], disk: tuple[OnDisk, ...]) -> Iterator[tuple[Generation, ...] | OnDisk]:
+    """Newest first; neighbours in memory together, and memory before disk where both have the same."""
+    left = list(memory)
+    for one in disk:
+        newer = tuple(g for g in left if age_order(g) >= age_order(one.generation))
+        if newer:
+            yield newer
+        left = left[len(newer) :]
+        yield one
+    if left:
+        yield tuple(left)
+
+
+def _nothing(
+    missing: NotFoundError | None, choice: Choice, on_disk: DiskChoice, problems: list[str], step: int | None
+) -> FlashError:
+    reasons = [*problems, *on_disk.passed_over, *(f"{generation}: {why}" for generation, why in choice.passed_over)]
+    if step is not None and not problems:
+        if missing is not None:
+            return NotFoundError(f"{missing.message}; nor on disk", hint=missing.hint, step=step)
+        return NotFoundError(f"step {step}: neither in memory nor on disk", step=step)
+    listed = "".join(f"\n  - {reason}" for reason in reasons[:16])
+    return UnusableError(f"something was saved, but nothing of it is usable:{listed}")
+
+
+def _within(timeout: float, what: str, call: Callable[[], T]) -> T:
+    """A disk that hangs must not hang the job: the thread stays behind, the caller goes on."""
+    answers: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            answers.put((call(), None))
+        except BaseException as error:
+            answers.put((None, error))
+
+    threading.Thread(target=run, name="flashckpt-disk", daemon=True).start()
+    try:
+        result, error = answers.get(timeout=timeout)
+    except queue.Empty:
+        raise DeadlineError(f"{what}: expected it to take at most {timeout:g} s, found that it hangs") from None
+    if error is not None:
+        raise error
+    return cast("T", result)
+
+
+def _encode(inventory: DiskInventory) -> bytes:
+    fence = inventory.fence
+    return json.dumps(
+        {
+            "steps": [[one.name, list(one.generation), one.problem] for one in inventory.steps],
+            "fence": None if fence is None else [fence.step, fence.epoch, fence.nonce],
+            "problem": inventory.problem,
+        }
+    ).encode()
+
+
+def _decode(data: bytes) -> DiskInventory:
+    found = json.loads(data)
+    steps = tuple(OnDisk(name, Generation(*generation), problem) for name, generation, problem in found["steps"])
+    return DiskInventory(steps, None if found["fence"] is None else Fence(*found["fence"]), found["problem"])
