@@ -9,23 +9,29 @@ import click
 
 
 @click.command("demo")
-@click.option("--ranks", type=click.IntRange(min=1), default=2, show_default=True, help="Trainer processes.")
-@click.option("--steps", type=click.IntRange(min=1), default=20, show_default=True, help="Training steps in all.")
-@click.option("--every", type=click.IntRange(min=1), default=4, show_default=True, help="Steps between snapshots.")
-@click.option("--kill-at", type=click.IntRange(min=1), help="Step at which the job is killed, between two snapshots.")
+@click.option("--nodes", type=click.IntRange(min=2), default=4, show_default=True, help="Nodes, of one rank each.")
+@click.option("--steps", type=click.IntRange(min=1), default=30, show_default=True, help="Training steps in all.")
+@click.option("--every", type=click.IntRange(min=1), default=5, show_default=True, help="Steps between checkpoints.")
+@click.option("--lose", type=click.IntRange(min=0), default=2, show_default=True, help="The node that is lost.")
+@click.option("--lose-at", type=click.IntRange(min=1), help="Step after which it is lost, between two checkpoints.")
 @click.option("--memory-dir", envvar="FLASHCKPT_MEMORY_DIR", help="The demo makes a directory of its own beside it.")
-@click.option("--plain", is_flag=True, help="No colours.")
-def command(ranks: int, steps: int, every: int, kill_at: int | None, memory_dir: str | None, plain: bool) -> None:
-    """Train a small FSDP2 model twice, kill the second run with SIGKILL, resume it from memory, and prove that
-    every loss and the final weights are bit for bit those of the first."""
+@click.option("--plain", is_flag=True, help="Lines only: no live table, no colours. So it is where stdout is a file.")
+def command(
+    nodes: int, steps: int, every: int, lose: int, lose_at: int | None, memory_dir: str | None, plain: bool
+) -> None:
+    """Train a small FSDP2 transformer on several nodes (all on this machine), destroy one of them with its memory, put
+    a blank one in its place, resume from the memory of the others, and prove that every loss and the final weights are
+    bit for bit those of a run that was never interrupted."""
     from flashckpt.cli.entry import FAILED, OK
     from flashckpt.cli.output import make_console
     from flashckpt.config import DEFAULT_MEMORY_DIR
     from flashckpt.demo.report import print_report
     from flashckpt.demo.scenario import Plan, play
+    from flashckpt.demo.screen import Screen
 
-    parent = Path(memory_dir or DEFAULT_MEMORY_DIR).parent
-    plan = Plan(ranks=ranks, steps=steps, every=every, kill_at=kill_at, parent=parent)
-    outcome = play(plan, lambda text: click.echo(text, err=True))
-    print_report(outcome, make_console(plain=plain))
+    root = Path(memory_dir or DEFAULT_MEMORY_DIR).parent
+    plan = Plan(nodes=nodes, steps=steps, every=every, lose=lose, lose_at=lose_at, memory_root=root)
+    console = make_console(plain=plain)
+    outcome = play(plan, Screen(console, live=console.is_terminal and not plain))
+    print_report(outcome, console)
     sys.exit(FAILED if outcome.problems else OK)

@@ -21,7 +21,7 @@ _INTERRUPTED = 130
 _COMMANDS = {
     "agent": ("flashckpt.cli.agent", "Run, start, stop or look at this node's agent."),
     "bench": ("flashckpt.cli.bench", "Measure save and load on this machine."),
-    "demo": ("flashckpt.cli.demo", "Kill a training job and watch it go on, bit for bit."),
+    "demo": ("flashckpt.cli.demo", "Lose a node of a training job and watch it go on, bit for bit."),
     "export": ("flashckpt.cli.export", "Write the model of a saved step for other programs."),
     "flush": ("flashckpt.cli.flush", "Bring a step from memory to persist_dir now."),
     "inspect": ("flashckpt.cli.inspect", "Show what one saved step holds."),

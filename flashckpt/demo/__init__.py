@@ -1,1 +1,1 @@
-"""`flashckpt demo`: a training job is killed and goes on from memory, bit for bit as if nothing had happened."""
+"""`flashckpt demo`: a training job loses a node with its memory and goes on from the others, bit for bit the same."""

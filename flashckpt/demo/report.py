@@ -1,8 +1,7 @@
-"""The demo's story as tables: every loss of the three launches side by side, then what it cost."""
+"""The end of the story: losses side by side around the break, what it cost, and the verdict."""
 
 from __future__ import annotations
 
-from statistics import mean
 from typing import TYPE_CHECKING
 
 from rich.table import Table
@@ -13,20 +12,16 @@ from flashckpt.store.room import format_bytes
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from flashckpt.demo.job import Event, Run
     from flashckpt.demo.scenario import Outcome
 
-_SAVE_STAGES = ("plan", "claim", "copy", "seal")
-_LOAD_STAGES = ("inventory", "plan", "read")
+_AROUND = 2  # steps that are shown before and behind the repeated ones
 
 
 def print_report(outcome: Outcome, console: Console) -> None:
     console.print()
     console.print(_losses(outcome))
     console.print()
-    console.print(_saves(outcome))
-    console.print()
-    console.print(_restart(outcome))
+    console.print(_costs(outcome))
     console.print()
     _verdict(outcome, console)
 
@@ -38,88 +33,58 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
+def _base(outcome: Outcome) -> int:
+    said = outcome.resumed.resumed(outcome.facts.lost_rank)
+    return 0 if said is None else said.step
+
+
 def _losses(outcome: Outcome) -> Table:
-    table = _table("loss at each step", "step", "uninterrupted", "before the kill", "after the resume", "")
-    whole, killed, resumed = (run.losses() for run in (outcome.whole, outcome.killed, outcome.resumed))
-    last_before = max(killed, default=0)
-    sealed = set(outcome.killed.saved_steps()) | set(outcome.resumed.saved_steps())
-    for step in sorted(whole.keys() | killed.keys() | resumed.keys()):
-        remarks = Text()
-        if step in sealed:
-            remarks.append("snapshot  ", "cyan")
-        if step == outcome.resumed_step:
-            remarks.append("resumed from here  ", "green")
-        if step == last_before:
-            remarks.append("killed here", "bold red")
-        expected = whole.get(step)
-        table.add_row(
-            str(step),
-            _loss(expected, expected),
-            _loss(killed.get(step), expected),
-            _loss(resumed.get(step), expected),
-            remarks,
-        )
-    return table
-
-
-def _loss(exact: str | None, expected: str | None) -> Text:
-    if exact is None:
-        return Text("")
-    same = exact == expected
-    return Text(f"{float.fromhex(exact):.9f}" + ("" if same else f" ≠ ({exact})"), "" if same else "bold red")
-
-
-def _saves(outcome: Outcome) -> Table:
-    table = _table("save, per rank, in ms", "", *_SAVE_STAGES, "total", "size", "copied at")
-    new: list[Event] = []
-    warm: list[Event] = []
-    for run in (outcome.killed, outcome.resumed):
-        # A rank writes into two slots in turn: from its third save on, memory is allocated, touched and mapped.
-        steps = sorted({event.step for event in run.of("saved")})
-        for event in run.of("saved"):
-            if event.details["outcome"] == "ok":
-                (new if event.step in steps[:2] else warm).append(event)
-    kinds = (("first two of a launch", new), ("every later one", warm))
-    for name, events in kinds:
-        if events:
-            stages = [mean(event.details["timings"][stage] for event in events) for stage in _SAVE_STAGES]
-            size = mean(event.details["size_bytes"] for event in events)
-            table.add_row(
-                name,
-                *(f"{seconds * 1e3:.1f}" for seconds in (*stages, sum(stages))),
-                format_bytes(round(size)),
-                f"{size / stages[2] / 1e9:.1f} GB/s" if stages[2] else "",
-            )
-    return table
-
-
-def _restart(outcome: Outcome) -> Table:
-    table = _table("from the restart to the first new step, in s", "", "")
-    table.show_header = False
-    run = outcome.resumed
-    ready, loaded = run.first("ready"), run.first("loaded")
-    first = next((event for event in run.events if event.kind == "step" and event.rank == 0), None)
-    if ready is None or loaded is None or first is None:
-        return table
-    timings = [event.details["timings"] for event in run.of("loaded")]
-    stages = ", ".join(f"{stage} {_slowest(timings, stage) * 1e3:.1f}" for stage in _LOAD_STAGES)
-    size = sum(event.details["size_bytes"] for event in _last_save(outcome.killed, loaded.step))
-    table.add_row(f"{ready.at - run.started_at:.2f}", "torchrun, imports, process group, model")
-    table.add_row(
-        f"{loaded.at - ready.at:.3f}",
-        f"load of step {loaded.step} from {loaded.details['source']}, {format_bytes(size)} in all (ms: {stages})",
+    table = _table(
+        "loss around the break, all digits", "step", "uninterrupted", "before the loss", "after the resume", ""
     )
-    table.add_row(f"{first.at - loaded.at:.2f}", f"step {first.step}")
-    table.add_row(f"{first.at - run.started_at:.2f}", "restart to first step")
+    whole, broken, resumed = (run.losses(0) for run in (outcome.whole, outcome.broken, outcome.resumed))
+    base, reached, last = _base(outcome), max(broken, default=0), outcome.plan.steps
+    near = range(max(1, base - _AROUND + 1), min(last, reached + _AROUND) + 1)
+    for step in [*near, *([last] if last not in near else [])]:
+        if step == last and step - 1 not in near and step not in near:
+            table.add_row("…")
+        remarks = Text()
+        if step == base:
+            remarks.append("checkpoint, resumed from here  ", "green")
+        if step == reached:
+            remarks.append("node lost here", "bold red")
+        expected = whole.get(step)
+        losses = (_loss(run.get(step), expected) for run in (whole, broken, resumed))
+        table.add_row(str(step), *losses, remarks)
     return table
 
 
-def _slowest(timings: list[dict[str, float]], stage: str) -> float:
-    return max((one[stage] for one in timings), default=0.0)
+def _loss(loss: str | None, expected: str | None) -> Text:
+    if loss is None:
+        return Text("")
+    same = loss == expected
+    return Text(loss if same else f"≠ {loss}", "" if same else "bold red")
 
 
-def _last_save(run: Run, step: int) -> list[Event]:
-    return [event for event in run.of("saved") if event.step == step]
+def _costs(outcome: Outcome) -> Table:
+    table = _table("what the loss of the node cost", "", "")
+    table.show_header = False
+    cost, resumed = outcome.cost, outcome.resumed
+    said = resumed.resumed(outcome.facts.lost_rank)
+    first = resumed.first_after(0)
+    again = resumed.first_after(outcome.broken.furthest)
+    table.add_row(f"{cost.restarted_at - cost.lost_at:.2f} s", "until the other ranks had ended")
+    if said is not None and first is not None and again is not None:
+        started = first.at - cost.restarted_at - said.seconds
+        table.add_row(f"{started:.2f} s", "processes, imports, process group, model, first step")
+        table.add_row(f"{said.seconds:.2f} s", f"load of step {said.step} on the blank node")
+        table.add_row(f"{again.at - first.at:.2f} s", f"steps {said.step + 2} to {again.step}, most of them again")
+        table.add_row(f"{again.at - cost.lost_at:.2f} s", "from the loss to a step further than before it")
+    table.add_row(format_bytes(cost.lost_bytes), "of memory lost with the node")
+    table.add_row(format_bytes(cost.fetched_bytes), "fetched by the blank node for its rank")
+    if cost.healed_bytes:
+        table.add_row(format_bytes(cost.healed_bytes), "copied to it besides, as replicas of other ranks")
+    return table
 
 
 def _verdict(outcome: Outcome, console: Console) -> None:
@@ -128,13 +93,13 @@ def _verdict(outcome: Outcome, console: Console) -> None:
             console.print(Text(f"  - {problem}", "red"))
         console.print(Text(f"NOT IDENTICAL: {len(outcome.problems)} differences to the uninterrupted run", "bold red"))
         return
-    lost = max(outcome.killed.losses()) - (outcome.resumed_step or 0)
+    repeated = outcome.broken.furthest - _base(outcome)
     console.print(
         Text(
-            f"IDENTICAL: killed {outcome.killed.killed_processes} processes after step "
-            f"{max(outcome.killed.losses())}, resumed from step {outcome.resumed_step} in memory, repeated "
-            f"{lost} step{'' if lost == 1 else 's'}; all {len(outcome.whole.losses())} losses and the final weights "
-            f"(blake2b {outcome.whole.digest}) equal the uninterrupted run bit for bit",
+            f"IDENTICAL: a node lost with its memory after step {outcome.broken.furthest}, resumed from step "
+            f"{_base(outcome)} out of its buddy's memory, {repeated} step{'' if repeated == 1 else 's'} repeated; all "
+            f"{outcome.plan.steps} losses and the final weights of all {outcome.plan.nodes} ranks equal those of the "
+            "uninterrupted run bit for bit",
             "bold green",
         )
     )

@@ -1,148 +1,283 @@
-"""The demo's play: train undisturbed; train again and be killed; start again, resume, compare every bit."""
+"""The demo's play: train undisturbed; train again and lose a node with its memory; go on with a blank one in its
+place; compare every bit."""
 
 from __future__ import annotations
 
 import contextlib
-import shutil
 import signal
-import tempfile
+import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from flashckpt.demo.job import Job, Run
-from flashckpt.demo.processes import adopt_orphans
-from flashckpt.errors import ConfigError
+from flashckpt.demo.memory import Held, holders, look, newest_record, size_of
+from flashckpt.demo.proof import Facts, find_problems
+from flashckpt.demo.run import Follower, JobFailedError, Run
+from flashckpt.demo.screen import Row
+from flashckpt.errors import ConfigError, DeadlineError
+from flashckpt.store.room import format_bytes
+from flashckpt.testing import Cluster
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-_EVENT_TIMEOUT = 120.0
+    from flashckpt.demo.screen import Screen
+    from flashckpt.testing import Node
+
+_SCRIPT = Path(__file__).with_name("train.py")
+_JOB = "demo"
+_LOOK_SECONDS = 0.1
+# Without a word from any rank, or any change in memory. Generous: a machine under load is no failure.
+_SILENCE_SECONDS = 120.0
+# For ranks to notice that one of them is gone; then the launcher ends them, as torchrun would.
+_END_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What to play."""
 
-    ranks: int = 2
-    steps: int = 20
-    every: int = 4
-    kill_at: int | None = None
-    parent: Path = Path("/dev/shm")
+    nodes: int = 4
+    steps: int = 30
+    every: int = 5
+    lose: int = 2  # which node
+    lose_at: int | None = None
+    memory_root: Path = Path("/dev/shm")
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "steps", "every"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}: expected at least 1, found {getattr(self, name)}")
-        kill = self.kill_step
-        if not self.every < kill < self.steps or kill % self.every == 0:
+        for name, least in (("nodes", 2), ("steps", 1), ("every", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name}: expected at least {least}, found {getattr(self, name)}")
+        if not 0 <= self.lose < self.nodes:
+            raise ConfigError(f"lose: expected a node from 0 to {self.nodes - 1}, found {self.lose}")
+        at = self.loss_step
+        if not self.every < at < self.steps or at % self.every == 0:
             raise ConfigError(
-                f"kill_at {kill}: expected a step after the first snapshot (step {self.every}) and before the last "
-                f"step ({self.steps}) at which no snapshot is made",
-                hint=f"for example --steps {4 * self.every} --kill-at {2 * self.every + max(1, self.every // 2)}",
+                f"lose_at {at}: expected a step after the first checkpoint (step {self.every}) and before the last "
+                f"step ({self.steps}) at which none is made",
+                hint=f"for example --steps {4 * self.every} --lose-at {2 * self.every + max(1, self.every // 2)}",
             )
 
     @property
-    def kill_step(self) -> int:
-        """Two thirds through, but between two snapshots."""
-        if self.kill_at is not None:
-            return self.kill_at
-        boundary = self.steps * 2 // 3 // self.every * self.every
-        return boundary + max(1, self.every // 2)
+    def loss_step(self) -> int:
+        """Half way, but between two checkpoints."""
+        if self.lose_at is not None:
+            return self.lose_at
+        return self.steps // 2 // self.every * self.every + max(1, self.every // 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What the loss of the node came to."""
+
+    lost_bytes: int  # of memory, with the node
+    killed_processes: int
+    lost_at: float  # time.monotonic()
+    restarted_at: float
+    fetched_bytes: int  # by the blank node, for its rank
+    healed_bytes: int  # copied to it besides, to have as many copies as before
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The three launches, and what is wrong with them."""
+    """The three launches, what the loss cost, and what is wrong with them."""
 
     plan: Plan
     whole: Run  # never interrupted
-    killed: Run
+    broken: Run
     resumed: Run
+    facts: Facts
+    cost: Cost
     problems: tuple[str, ...]  # empty = proved
 
-    @property
-    def resumed_step(self) -> int | None:
-        loaded = self.resumed.first("loaded")
-        return None if loaded is None else loaded.step
 
-
-def play(plan: Plan, tell: Callable[[str], None]) -> Outcome:
+def play(plan: Plan, screen: Screen) -> Outcome:
     """Runs the three launches. Whatever happens, no process and no file of it is left."""
-    adopt_orphans()
-    with _interruptible(), _scratch(plan.parent) as directory:
+    cluster = Cluster(plan.nodes, job=_JOB, memory_root=plan.memory_root)
+    with _interruptible(), cluster, screen:
+        return _Play(plan, cluster, screen).play()
 
-        def job(name: str, *, disabled: bool = False) -> Job:
-            shape = {"ranks": plan.ranks, "steps": plan.steps, "every": plan.every}
-            return Job(directory, directory / "memory", **shape, name=name, disabled=disabled)
 
-        tell(f"1/3  training {plan.steps} steps on {plan.ranks} ranks, uninterrupted and without flashckpt")
+class _Play:
+    def __init__(self, plan: Plan, cluster: Cluster, screen: Screen) -> None:
+        self._plan, self._cluster, self._screen = plan, cluster, screen
+        self._held: dict[str, Held] = {}
+        self._announced = 0  # the newest step that was told to be replicated
+        self._arrived: dict[int, int] = {}  # at the blank node, of what it lacked: rank → bytes
+
+    def play(self) -> Outcome:
+        plan = self._plan
+        whole = self._reference()
+        broken, facts, lost_bytes, killed = self._lose_a_node()
+        lost_at = time.monotonic()
+        self._wait_for_the_end(broken)
+        restarted_at = time.monotonic()
+        resumed = self._resume(broken.run, facts)
+        record = self._wait_for_record(plan.steps // plan.every * plan.every)
+        facts = Facts(facts.lost_rank, facts.promised_step, record)
+        fetched = self._arrived.pop(facts.lost_rank, 0)
+        cost = Cost(lost_bytes, killed, lost_at, restarted_at, fetched, sum(self._arrived.values()))
+        problems = find_problems(plan.steps, plan.every, whole, broken.run, resumed, facts)
+        return Outcome(plan, whole, broken.run, resumed, facts, cost, tuple(problems))
+
+    # --- the three acts -------------------------------------------------------------------------------------
+
+    def _reference(self) -> Run:
+        plan = self._plan
+        self._screen.tell(f"1/3  {plan.nodes} ranks train {plan.steps} steps, uninterrupted and without flashckpt")
         # Switched off, not only undisturbed: what saving itself did to the training would show as well.
-        whole = _to_the_end(job("whole", disabled=True))
-        tell(f"2/3  the same again, to be killed at step {plan.kill_step} (a snapshot every {plan.every} steps)")
-        killed = _until_killed(job("killed"), plan.kill_step)
-        tell(f"     SIGKILL to torchrun and all ranks: {killed.killed_processes} processes gone")
-        tell("3/3  starting it again: it resumes from memory")
-        resumed = _to_the_end(job("resumed"))
-    return Outcome(plan, whole, killed, resumed, tuple(find_problems(plan, whole, killed, resumed)))
+        follower = self._start({"FLASHCKPT_DISABLE": "1"})
+        self._follow(follower, "1/3  uninterrupted")
+        self._screen.tell(f"     final loss {follower.run.losses(0).get(plan.steps, 'unknown')}")
+        return follower.run
 
+    def _lose_a_node(self) -> tuple[Follower, Facts, int, int]:
+        plan, cluster = self._plan, self._cluster
+        self._screen.tell(f"2/3  the same again on {plan.nodes} nodes, a checkpoint every {plan.every} steps")
+        follower = self._start({})
+        victim = cluster[plan.lose]
 
-def find_problems(plan: Plan, whole: Run, killed: Run, resumed: Run) -> list[str]:
-    """What does not hold, in words. Pure."""
-    problems = []
-    expected = whole.losses()
-    if sorted(expected) != list(range(1, plan.steps + 1)):
-        problems.append(f"the uninterrupted run reported steps {sorted(expected)}, expected 1 to {plan.steps}")
-    for name, run in (("before the kill", killed), ("after the resume", resumed)):
-        problems += [
-            f"step {step} {name}: loss {loss}, expected {expected.get(step)}"
-            for step, loss in run.losses().items()
-            if loss != expected.get(step)
-        ]
-    loaded = resumed.first("loaded")
-    reached = max(killed.losses(), default=0)
-    if loaded is None:
-        problems.append("the second launch found nothing to resume from")
-    else:
-        sealed = max(killed.saved_steps(), default=0)
-        if not sealed <= loaded.step <= reached:
-            problems.append(f"resumed from step {loaded.step}, expected {sealed} (sealed by all ranks) to {reached}")
-        if sorted(resumed.losses()) != list(range(loaded.step + 1, plan.steps + 1)):
-            problems.append(f"after the resume from step {loaded.step} came steps {sorted(resumed.losses())}")
-    if not whole.digest or whole.digest != resumed.digest:
-        problems.append(f"final weights: digest {resumed.digest or 'none'}, expected {whole.digest or 'one'}")
-    for run in (killed, resumed):
-        problems += [
-            f"step {event.step}: rank {event.rank} did not save: {event.details['reason']}"
-            for event in run.of("saved")
-            if event.details["outcome"] != "ok"
-        ]
-    return problems
+        def is_time() -> bool:
+            return follower.run.furthest >= plan.loss_step and newest_record(self._held) is not None
 
+        self._follow(follower, "2/3  about to lose a node", is_time)
+        # Looked at before the blow: what was promised by then has to be kept.
+        self._look()
+        record = newest_record(self._held)
+        if record is None or follower.ended():
+            raise JobFailedError("the training ended before a node could be lost", hint=follower.last_words())
+        lost_bytes = self._held[victim.name].size_bytes
+        killed = victim.kill()
+        victim.wipe()
+        follower.poll()
+        self._held[victim.name] = Held()
+        self._screen.tell(
+            f"     {victim.name} is destroyed after step {follower.run.furthest}: {killed} processes killed, "
+            f"{format_bytes(lost_bytes)} of checkpoints gone with its memory",
+            "bold red",
+        )
+        generation = record.generation
+        copies = {rank: holders(self._held, generation, rank) for rank in range(plan.nodes)}
+        self._screen.tell(
+            f"     step {generation.step} was replicated: rank {plan.lose}'s shard still lies on "
+            f"{', '.join(copies[plan.lose]) or 'no node'}"
+        )
+        self._show("2/3  a node is lost", follower, {plan.lose: "LOST"})
+        return follower, Facts(plan.lose, generation.step, 0), lost_bytes, killed
 
-def _to_the_end(job: Job) -> Run:
-    with job:
-        for _ in job.follow(_EVENT_TIMEOUT):
-            pass
-    return job.run
+    def _wait_for_the_end(self, follower: Follower) -> None:
+        """Ranks that lose a peer end by themselves; whoever does not, the launcher ends."""
+        deadline = time.monotonic() + _END_SECONDS
+        while len(follower.ended()) < self._plan.nodes and time.monotonic() < deadline:
+            time.sleep(_LOOK_SECONDS)
+            self._show("2/3  a node is lost", follower, {self._plan.lose: "LOST"})
+        others = [rank for rank in follower.ended() if rank != self._plan.lose]
+        follower.launch.kill()
+        follower.poll()
+        self._screen.tell(
+            f"     the job is down: {len(others)} of the other {self._plan.nodes - 1} ranks ended when they missed "
+            "their peer" + ("" if len(others) == self._plan.nodes - 1 else ", the rest was stopped")
+        )
 
+    def _resume(self, broken: Run, facts: Facts) -> Run:
+        plan, cluster = self._plan, self._cluster
+        node = cluster[plan.lose]
+        old = node.name
+        node.replace(f"node{plan.nodes}")
+        self._held.pop(old, None)
+        self._screen.tell(f"3/3  {node.name}, a blank node, takes the place of {old}; the job is started again")
+        follower = self._start({})
+        self._follow(follower, "3/3  resuming", lambda: len(follower.run.of("resumed")) == plan.nodes)
+        for said in sorted(follower.run.of("resumed"), key=lambda one: one.rank):
+            where = cluster[said.rank].name
+            how = "from its own memory" if said.source == "memory" else "fetched from other nodes"
+            style = "bold green" if said.rank == facts.lost_rank else ""
+            self._screen.tell(f"     {where}: step {said.step} {how} in {said.seconds:.3f} s", style)
+        self._follow(follower, "3/3  resumed", lambda: follower.run.furthest > broken.furthest)
+        self._screen.tell(f"     step {broken.furthest + 1}: further than before the loss")
+        self._follow(follower, "3/3  resumed")
+        return follower.run
 
-def _until_killed(job: Job, step: int) -> Run:
-    with job:
-        for event in job.follow(_EVENT_TIMEOUT):
-            if event.kind == "step" and event.step >= step:
-                job.kill()
-                break
-    return job.run
+    # --- watching -------------------------------------------------------------------------------------------
 
+    def _start(self, environment: dict[str, str]) -> Follower:
+        arguments = ["--steps", str(self._plan.steps), "--every", str(self._plan.every)]
+        return Follower(self._cluster.start([sys.executable, str(_SCRIPT), *arguments], environment=environment))
 
-@contextlib.contextmanager
-def _scratch(parent: Path) -> Iterator[Path]:
-    directory = Path(tempfile.mkdtemp(prefix="flashckpt-demo-", dir=parent))
-    try:
-        yield directory
-    finally:
-        shutil.rmtree(directory)
+    def _follow(self, follower: Follower, title: str, until: Callable[[], bool] | None = None) -> None:
+        """Until `until` is true, or without it until every rank has ended well."""
+        silent_since = time.monotonic()
+        while True:
+            ended = len(follower.ended()) == self._plan.nodes  # before reading: what was written before counts
+            news = follower.poll()
+            follower.raise_if_failed()
+            before = {name: held.shards.keys() for name, held in self._held.items()}
+            self._look()
+            self._show(title, follower, {})
+            if ended or (until is not None and until()):
+                return
+            if news or before != {name: held.shards.keys() for name, held in self._held.items()}:
+                silent_since = time.monotonic()
+            if time.monotonic() - silent_since > _SILENCE_SECONDS:
+                raise DeadlineError(
+                    f"expected a sign of life from the ranks within {_SILENCE_SECONDS:.0f} s, found none after step "
+                    f"{follower.run.furthest}",
+                    hint=follower.last_words(),
+                )
+            time.sleep(_LOOK_SECONDS)
+
+    def _look(self) -> None:
+        self._held = {node.name: look(node.memory_dir, _JOB) for node in self._cluster.nodes}
+        record = newest_record(self._held)
+        if record is not None and record.generation.step > self._announced:
+            self._announced = record.generation.step
+            moved = sum(size_of(self._held, record.generation, rank) for rank in range(self._plan.nodes))
+            self._screen.tell(
+                f"     step {self._announced} is replicated: {format_bytes(moved * record.replicas)} copied to buddies"
+            )
+        self._note_arrivals()
+
+    def _note_arrivals(self) -> None:
+        """What the blank node holds of launches before its own can only have come from others."""
+        blank = self._cluster[self._plan.lose]
+        if blank.name != f"node{self._plan.nodes}":
+            return
+        epochs = [shard.generation.epoch for held in self._held.values() for shard in held.shards]
+        for shard, size_bytes in self._held[blank.name].shards.items():
+            if shard.generation.epoch == min(epochs):
+                self._arrived[shard.rank] = max(size_bytes, self._arrived.get(shard.rank, 0))
+
+    def _wait_for_record(self, step: int) -> int:
+        """The newest step that is committed, once it is `step` or time is over: agents go on without trainers."""
+        deadline = time.monotonic() + _SILENCE_SECONDS / 4
+        while True:
+            self._look()
+            record = newest_record(self._held)
+            if (record is not None and record.generation.step >= step) or time.monotonic() > deadline:
+                return 0 if record is None else record.generation.step
+            time.sleep(_LOOK_SECONDS)
+
+    def _show(self, title: str, follower: Follower, states: dict[int, str]) -> None:
+        ended = follower.ended()
+        rows = [self._row(rank, node, follower, states, ended) for rank, node in enumerate(self._cluster.nodes)]
+        self._screen.show(title, rows)
+
+    def _row(self, rank: int, node: Node, follower: Follower, states: dict[int, str], ended: list[int]) -> Row:
+        run, held = follower.run, self._held.get(node.name, Held())
+        step = run.reached(rank)
+        state = states.get(rank) or ("stopped" if rank in ended else "training" if step else "starting")
+        known = {one.generation.step for one in held.records if one.replicas}
+        return Row(
+            node=node.name,
+            rank=rank,
+            state=state,
+            step=step,
+            sealed_step=held.sealed_step(rank),
+            replicated_step=max(known, default=0),
+            loss=run.losses(rank).get(step, ""),
+            held_bytes=held.size_bytes,
+        )
 
 
 @contextlib.contextmanager

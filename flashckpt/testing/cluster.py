@@ -48,8 +48,9 @@ class Cluster:
         memory_bytes: int | None = None,
         rate_mbit: float | None = None,
         job: str = "cluster",
+        memory_root: Path = places.MEMORY_ROOT,
     ) -> None:
-        """`memory_bytes` gives each node a tmpfs of that size (root); without it, loopback nodes share /dev/shm."""
+        """`memory_bytes` gives each node a tmpfs of that size (root); else loopback nodes share `memory_root`."""
         if not 1 <= nodes <= MAX_HOSTS:
             raise ConfigError(f"nodes: expected 1 to {MAX_HOSTS}, found {nodes}")
         self.ranks_per_node = [ranks_per_node] * nodes if isinstance(ranks_per_node, int) else list(ranks_per_node)
@@ -71,6 +72,7 @@ class Cluster:
         self._domains = [""] * nodes if domains is None else list(domains)
         self._memory_bytes = _NETNS_MEMORY_BYTES if memory_bytes is None and kind == "netns" else memory_bytes
         self._rate_mbit = rate_mbit
+        self._memory_root = memory_root
         self._cleanup = contextlib.ExitStack()
         self._is_up = False
 
@@ -104,7 +106,7 @@ class Cluster:
                 + f": {reason}",
                 hint="kind='loopback' without memory_bytes runs everywhere",
             )
-        places.sweep()
+        places.sweep(self._memory_root)
         self._is_up = True
         atexit.register(self.close)  # also where nobody ever leaves the block
         try:
@@ -125,7 +127,7 @@ class Cluster:
 
     def _set_up(self) -> None:
         undo = self._cleanup.callback
-        memory = places.make(places.MEMORY_ROOT)
+        memory = places.make(self._memory_root)
         undo(places.remove, memory)
         self.scratch = places.make(places.scratch_root())
         undo(places.remove, self.scratch)

@@ -66,10 +66,10 @@ def find_stale(parent: Path) -> list[Path]:
     return found
 
 
-def sweep() -> list[Path]:
+def sweep(memory_root: Path = MEMORY_ROOT) -> list[Path]:
     """Ends and removes what crashed runs left behind; returns the directories."""
     removed = []
-    for path in (stale for parent in (MEMORY_ROOT, scratch_root()) for stale in find_stale(parent)):
+    for path in (stale for parent in (memory_root, scratch_root()) for stale in find_stale(parent)):
         processes.kill_all(lambda path=path: _using(path), f"leftovers of {path}")  # type: ignore[misc]
         unmount_below(path)
         shutil.rmtree(path, ignore_errors=True)  # two sweeps at once may meet

@@ -58,7 +58,7 @@ OUTSIDE = {
     "types": set(),
     "failpoints": set(),
     "cli": {"click", "rich", "agent", "demo", "format", "store", "save", "native", "bench", "load", "export"},
-    "demo": {"torch", "rich", "checkpointer", "store"},
+    "demo": {"torch", "rich", "checkpointer", "store", "testing"},
 }
 BASE = {"wire", "config", "errors", "types", "failpoints", "topology", "launch", "group", "devices"}
 PURE = [
