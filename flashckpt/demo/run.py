@@ -119,9 +119,8 @@ class Follower:
     def raise_if_failed(self) -> None:
         for process in self.launch.processes:
             if process.returncode not in (None, 0):
-                raise JobFailedError(
-                    f"{process.what} ended with exit code {process.returncode}", hint=self.last_words()
-                )
+                code = process.returncode
+                raise JobFailedError(f"{process.what} ended with exit code {code}", hint=_last_words([process]))
 
     def last_words(self) -> str:
         return _last_words(self.launch.processes)

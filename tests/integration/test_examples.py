@@ -1,0 +1,89 @@
+"""The examples as a user runs them: under torchrun, killed, and run again."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from flashckpt.demo.run import Run, parse
+from flashckpt.testing import Cluster, processes
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+LIMIT = 400  # seconds; a machine under load is no failure
+STEPS, EVERY = 40, 4
+
+
+class Torchrun:
+    """One start of the example on a node, with a log of each rank."""
+
+    def __init__(self, node, directory, **environment):
+        self.directory = directory
+        logs = ["--redirects", "3", "--log-dir", str(directory)]
+        self.process = node.start(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *logs),
+                *(str(EXAMPLES / "train_fsdp.py"), "--steps", str(STEPS), "--every", str(EVERY)),
+            ],
+            environment=environment,
+        )
+
+    @property
+    def run(self):
+        told = Run(2)
+        for log in sorted(self.directory.rglob("stdout.log")):
+            whole = log.read_text().rpartition("\n")[0]
+            told.said += [said for line in whole.splitlines() if (said := parse(line, 0.0)) is not None]
+        return told
+
+    @property
+    def words(self):
+        errors = [log.read_text()[-3000:] for log in self.directory.rglob("stderr.log")]
+        return "\n".join([self.process.tail, *errors])
+
+    def wait_for_step(self, step):
+        while min(self.run.reached(rank) for rank in range(2)) < step:
+            assert self.process.returncode is None, self.words
+            time.sleep(0.05)
+
+    def wait(self):
+        assert self.process.wait(LIMIT) == 0, self.words
+        return self.run
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT)
+def test_the_example_goes_on_where_it_was_killed(tmp_path):
+    with Cluster(1, ranks_per_node=2, job="example") as cluster:
+        whole = Torchrun(cluster[0], tmp_path / "whole", FLASHCKPT_DISABLE="1").wait()
+        assert sorted(whole.losses(0)) == list(range(1, STEPS + 1))
+        assert whole.losses(0) == whole.losses(1)
+
+        first = Torchrun(cluster[0], tmp_path / "first")
+        first.wait_for_step(2 * EVERY + 1)
+        agent = cluster[0].agent_pid()
+        # Stopped before, so that it comes at one stroke: nobody notices that another is gone.
+        for pid in cluster[0].pause("trainers"):
+            processes.signal_to(pid, signal.SIGKILL)
+        first.process.wait(60)
+        killed = first.run
+        assert killed.furthest < STEPS
+        assert cluster[0].agent_pid() == agent
+
+        again = Torchrun(cluster[0], tmp_path / "again").wait()
+    bases = {rank: again.resumed(rank) for rank in range(2)}
+    assert {(one.step, one.source) for one in bases.values()} == {(bases[0].step, "memory")}
+    assert 2 * EVERY <= bases[0].step <= killed.furthest
+    for rank in range(2):
+        assert sorted(again.losses(rank)) == list(range(bases[rank].step + 1, STEPS + 1))
+        assert killed.losses(rank).items() <= whole.losses(rank).items()
+        assert again.losses(rank).items() <= whole.losses(rank).items()
+    assert again.digests() == whole.digests()
+    assert len(again.digests()) == 2
+
+
+def test_the_example_is_short_enough_to_be_read():
+    assert len((EXAMPLES / "train_fsdp.py").read_text().splitlines()) < 120
