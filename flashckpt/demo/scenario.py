@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from flashckpt.demo.screen import Screen
     from flashckpt.testing import Node
+    from flashckpt.types import Generation
 
 _SCRIPT = Path(__file__).with_name("train.py")
 _JOB = "demo"
@@ -104,7 +105,9 @@ class _Play:
         self._plan, self._cluster, self._screen = plan, cluster, screen
         self._held: dict[str, Held] = {}
         self._announced = 0  # the newest step that was told to be replicated
-        self._arrived: dict[int, int] = {}  # at the blank node, of what it lacked: rank → bytes
+        self._past: Generation | None = None  # the newest one that was committed when the node was lost
+        self._arrived: dict[int, int] = {}  # of its shards, at the blank node: rank → bytes
+        self._blank_name = f"node{plan.nodes}"
 
     def play(self) -> Outcome:
         plan = self._plan
@@ -157,7 +160,7 @@ class _Play:
             f"{format_bytes(lost_bytes)} of checkpoints gone with its memory",
             "bold red",
         )
-        generation = record.generation
+        generation = self._past = record.generation
         copies = {rank: holders(self._held, generation, rank) for rank in range(plan.nodes)}
         self._screen.tell(
             f"     step {generation.step} was replicated: rank {plan.lose}'s shard still lies on "
@@ -175,16 +178,14 @@ class _Play:
         others = [rank for rank in follower.ended() if rank != self._plan.lose]
         follower.launch.kill()
         follower.poll()
-        self._screen.tell(
-            f"     the job is down: {len(others)} of the other {self._plan.nodes - 1} ranks ended when they missed "
-            "their peer" + ("" if len(others) == self._plan.nodes - 1 else ", the rest was stopped")
-        )
+        stopped = self._plan.nodes - 1 - len(others)
+        self._screen.tell(f"     the job is down: {len(others)} other ranks missed their peer, {stopped} were stopped")
 
     def _resume(self, broken: Run, facts: Facts) -> Run:
         plan, cluster = self._plan, self._cluster
         node = cluster[plan.lose]
         old = node.name
-        node.replace(f"node{plan.nodes}")
+        node.replace(self._blank_name)
         self._held.pop(old, None)
         self._screen.tell(f"3/3  {node.name}, a blank node, takes the place of {old}; the job is started again")
         follower = self._start({})
@@ -239,14 +240,13 @@ class _Play:
         self._note_arrivals()
 
     def _note_arrivals(self) -> None:
-        """What the blank node holds of launches before its own can only have come from others."""
+        """What the blank node holds of the time before it was there can only have come from others."""
         blank = self._cluster[self._plan.lose]
-        if blank.name != f"node{self._plan.nodes}":
+        if self._past is None or blank.name != self._blank_name:
             return
-        epochs = [shard.generation.epoch for held in self._held.values() for shard in held.shards]
         for shard, size_bytes in self._held[blank.name].shards.items():
-            if shard.generation.epoch == min(epochs):
-                self._arrived[shard.rank] = max(size_bytes, self._arrived.get(shard.rank, 0))
+            if shard.generation == self._past:
+                self._arrived[shard.rank] = size_bytes
 
     def _wait_for_record(self, step: int) -> int:
         """The newest step that is committed, once it is `step` or time is over: agents go on without trainers."""
