@@ -50,9 +50,9 @@ def _losses(outcome: Outcome) -> Table:
             table.add_row("…")
         remarks = Text()
         if step == base:
-            remarks.append("checkpoint, resumed from here  ", "green")
+            remarks.append("resumed from ", "green")
         if step == reached:
-            remarks.append("node lost here", "bold red")
+            remarks.append("node lost", "bold red")
         expected = whole.get(step)
         losses = (_loss(run.get(step), expected) for run in (whole, broken, resumed))
         table.add_row(str(step), *losses, remarks)
@@ -73,13 +73,13 @@ def _costs(outcome: Outcome) -> Table:
     said = resumed.resumed(outcome.facts.lost_rank)
     first = resumed.first_after(0)
     again = resumed.first_after(outcome.broken.furthest)
-    table.add_row(f"{cost.restarted_at - cost.lost_at:.2f} s", "until the other ranks had ended")
+    table.add_row(f"{cost.restarted_at - cost.lost_at:.2f} s", "until the first rank had missed its peer")
     if said is not None and first is not None and again is not None:
         started = first.at - cost.restarted_at - said.seconds
         table.add_row(f"{started:.2f} s", "processes, imports, process group, model, first step")
         table.add_row(f"{said.seconds:.2f} s", f"load of step {said.step} on the blank node")
-        table.add_row(f"{again.at - first.at:.2f} s", f"steps {said.step + 2} to {again.step}, most of them again")
-        table.add_row(f"{again.at - cost.lost_at:.2f} s", "from the loss to a step further than before it")
+        table.add_row(f"{again.at - first.at:.2f} s", f"from step {first.step} to step {again.step}")
+        table.add_row(f"{again.at - cost.lost_at:.2f} s", "in all, from the loss to a step further than before")
     table.add_row(format_bytes(cost.lost_bytes), "of memory lost with the node")
     table.add_row(format_bytes(cost.fetched_bytes), "fetched by the blank node for its rank")
     if cost.healed_bytes:

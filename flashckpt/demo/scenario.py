@@ -18,21 +18,22 @@ from flashckpt.demo.screen import Row
 from flashckpt.errors import ConfigError, DeadlineError
 from flashckpt.store.room import format_bytes
 from flashckpt.testing import Cluster
+from flashckpt.types import Launch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from flashckpt.demo.screen import Screen
     from flashckpt.testing import Node
-    from flashckpt.types import Generation
+    from flashckpt.types import ShardId
 
 _SCRIPT = Path(__file__).with_name("train.py")
 _JOB = "demo"
 _LOOK_SECONDS = 0.1
 # Without a word from any rank, or any change in memory. Generous: a machine under load is no failure.
 _SILENCE_SECONDS = 120.0
-# For ranks to notice that one of them is gone; then the launcher ends them, as torchrun would.
-_END_SECONDS = 5.0
+# For the first rank to notice that another is gone.
+_END_SECONDS = 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +106,8 @@ class _Play:
         self._plan, self._cluster, self._screen = plan, cluster, screen
         self._held: dict[str, Held] = {}
         self._announced = 0  # the newest step that was told to be replicated
-        self._past: Generation | None = None  # the newest one that was committed when the node was lost
-        self._arrived: dict[int, int] = {}  # of its shards, at the blank node: rank → bytes
+        self._past: Launch | None = None  # the one that lost its node
+        self._arrived: dict[ShardId, int] = {}  # of its shards, at the blank node, with their bytes
         self._blank_name = f"node{plan.nodes}"
 
     def play(self) -> Outcome:
@@ -119,8 +120,9 @@ class _Play:
         resumed = self._resume(broken.run, facts)
         record = self._wait_for_record(plan.steps // plan.every * plan.every)
         facts = Facts(facts.lost_rank, facts.promised_step, record)
-        fetched = self._arrived.pop(facts.lost_rank, 0)
-        cost = Cost(lost_bytes, killed, lost_at, restarted_at, fetched, sum(self._arrived.values()))
+        fetched = sum(size for shard, size in self._arrived.items() if shard.rank == facts.lost_rank)
+        healed = sum(self._arrived.values()) - fetched
+        cost = Cost(lost_bytes, killed, lost_at, restarted_at, fetched, healed)
         problems = find_problems(plan.steps, plan.every, whole, broken.run, resumed, facts)
         return Outcome(plan, whole, broken.run, resumed, facts, cost, tuple(problems))
 
@@ -156,11 +158,12 @@ class _Play:
         follower.poll()
         self._held[victim.name] = Held()
         self._screen.tell(
-            f"     {victim.name} is destroyed after step {follower.run.furthest}: {killed} processes killed, "
-            f"{format_bytes(lost_bytes)} of checkpoints gone with its memory",
+            f"     {victim.name} is lost after step {follower.run.furthest}: {killed} processes and "
+            f"{format_bytes(lost_bytes)} of memory gone",
             "bold red",
         )
-        generation = self._past = record.generation
+        generation = record.generation
+        self._past = Launch(generation.epoch, generation.nonce)
         copies = {rank: holders(self._held, generation, rank) for rank in range(plan.nodes)}
         self._screen.tell(
             f"     step {generation.step} was replicated: rank {plan.lose}'s shard still lies on "
@@ -170,16 +173,18 @@ class _Play:
         return follower, Facts(plan.lose, generation.step, 0), lost_bytes, killed
 
     def _wait_for_the_end(self, follower: Follower) -> None:
-        """Ranks that lose a peer end by themselves; whoever does not, the launcher ends."""
+        """A rank misses its peer in the next collective and ends; the launcher then ends the rest, as torchrun does."""
         deadline = time.monotonic() + _END_SECONDS
-        while len(follower.ended()) < self._plan.nodes and time.monotonic() < deadline:
+        while not (ended := [rank for rank in follower.ended() if rank != self._plan.lose]):
+            if time.monotonic() > deadline:
+                break
             time.sleep(_LOOK_SECONDS)
+            self._look()
             self._show("2/3  a node is lost", follower, {self._plan.lose: "LOST"})
-        others = [rank for rank in follower.ended() if rank != self._plan.lose]
         follower.launch.kill()
         follower.poll()
-        stopped = self._plan.nodes - 1 - len(others)
-        self._screen.tell(f"     the job is down: {len(others)} other ranks missed their peer, {stopped} were stopped")
+        who = f"rank {', '.join(map(str, ended))} missed its peer" if ended else "nobody missed the lost rank"
+        self._screen.tell(f"     the job is down: {who}, the rest was stopped")
 
     def _resume(self, broken: Run, facts: Facts) -> Run:
         plan, cluster = self._plan, self._cluster
@@ -187,7 +192,7 @@ class _Play:
         old = node.name
         node.replace(self._blank_name)
         self._held.pop(old, None)
-        self._screen.tell(f"3/3  {node.name}, a blank node, takes the place of {old}; the job is started again")
+        self._screen.tell(f"3/3  {node.name}, blank, takes the place of {old}; the job is started again")
         follower = self._start({})
         self._follow(follower, "3/3  resuming", lambda: len(follower.run.of("resumed")) == plan.nodes)
         for said in sorted(follower.run.of("resumed"), key=lambda one: one.rank):
@@ -232,11 +237,11 @@ class _Play:
         self._held = {node.name: look(node.memory_dir, _JOB) for node in self._cluster.nodes}
         record = newest_record(self._held)
         if record is not None and record.generation.step > self._announced:
-            self._announced = record.generation.step
-            moved = sum(size_of(self._held, record.generation, rank) for rank in range(self._plan.nodes))
-            self._screen.tell(
-                f"     step {self._announced} is replicated: {format_bytes(moved * record.replicas)} copied to buddies"
-            )
+            sizes = [size_of(self._held, record.generation, rank) for rank in range(self._plan.nodes)]
+            if all(sizes):  # else it was committed between two looks: the next one sees it
+                self._announced = record.generation.step
+                moved = format_bytes(sum(sizes) * record.replicas)
+                self._screen.tell(f"     step {self._announced} is replicated: {moved} copied to buddies")
         self._note_arrivals()
 
     def _note_arrivals(self) -> None:
@@ -245,8 +250,8 @@ class _Play:
         if self._past is None or blank.name != self._blank_name:
             return
         for shard, size_bytes in self._held[blank.name].shards.items():
-            if shard.generation == self._past:
-                self._arrived[shard.rank] = size_bytes
+            if Launch(shard.generation.epoch, shard.generation.nonce) == self._past:
+                self._arrived[shard] = size_bytes
 
     def _wait_for_record(self, step: int) -> int:
         """The newest step that is committed, once it is `step` or time is over: agents go on without trainers."""

@@ -57,7 +57,7 @@ def test_a_job_that_lost_a_node_equals_one_that_did_not(parent):
         output, errors = process.communicate(timeout=LIMIT)
     assert process.returncode == 0, output + errors
     assert "\x1b" not in output
-    assert re.search(r"node1 is destroyed after step \d+: 2 processes killed, [\d.]+ MiB", output)
+    assert re.search(r"node1 is lost after step \d+: 2 processes and [\d.]+ MiB of memory gone", output)
     assert re.search(r"node3: step (4|8) fetched from other nodes in", output)
     assert len(re.findall(r"node[02]: step (?:4|8) from its own memory in", output)) == 2
     assert re.search(r"^IDENTICAL: a node lost with its memory after step \d+, resumed from step [48]", output, re.M)
