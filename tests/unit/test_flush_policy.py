@@ -1,0 +1,279 @@
+"""When is what flushed, by whom, and what becomes of it: decisions without a process or a disk."""
+
+from __future__ import annotations
+
+import pytest
+
+from flashckpt.agent.core import AgentCore, Limits
+from flashckpt.agent.flush_policy import choose, retry_delay, writers
+from flashckpt.agent.messages import (
+    Begun,
+    FlushEnded,
+    FlushWanted,
+    LeaseEnded,
+    Notify,
+    Release,
+    Sealed,
+    Send,
+    StartFlush,
+    StopFlush,
+    Tick,
+    Told,
+)
+from flashckpt.agent.session import decode_session, encode_session
+from flashckpt.persist.retain import KeepRules, Lying, removable
+from flashckpt.placement import place
+from flashckpt.types import Generation, Held, Launch, Level, Member, PersistSettings, Session, ShardId
+from flashckpt.wire import Announce, Beat, Envelope, FlushOrder, Persist
+
+LAUNCH = Launch(5, 77)
+
+
+def gen(step, seq=None):
+    return Generation(5, 77, step, step if seq is None else seq)
+
+
+def decide(newest, persisted=None, wanted=None, since_step=0, since_seconds=0.0, **settings):
+    return choose(
+        PersistSettings("/p", **settings),
+        newest=newest,
+        persisted=persisted,
+        wanted=wanted,
+        since_step=since_step,
+        since_seconds=since_seconds,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected", "reason"),
+    [
+        ({"newest": None}, None, "nothing is committed"),
+        ({"newest": gen(10)}, None, "nothing is due"),
+        ({"newest": gen(9), "interval": 10}, None, "nothing is due"),
+        ({"newest": gen(10), "interval": 10}, 10, "every 10 steps"),
+        ({"newest": gen(13), "interval": 10}, 13, "every 10 steps"),
+        ({"newest": gen(13), "interval": 10, "since_step": 10}, None, "nothing is due"),
+        ({"newest": gen(20), "interval": 10, "since_step": 13}, 20, "every 10 steps"),
+        ({"newest": gen(10), "interval": 10, "persisted": gen(10)}, None, "is persisted"),
+        ({"newest": gen(3), "interval_seconds": 60.0, "since_seconds": 59.0}, None, "nothing is due"),
+        ({"newest": gen(3), "interval_seconds": 60.0, "since_seconds": 60.0}, 3, "every 1 minutes"),
+        ({"newest": gen(9), "wanted": (gen(7), "asked")}, 7, "asked"),
+        ({"newest": gen(9), "wanted": (gen(7), "asked"), "persisted": gen(7)}, None, "nothing is due"),
+    ],
+)
+def test_what_is_due(arguments, expected, reason):
+    found, why = decide(**arguments)
+    assert (None if found is None else found.step) == expected
+    assert reason in why
+
+
+def test_retries_are_further_and_further_apart():
+    delays = [retry_delay(failures) for failures in range(1, 12)]
+    assert delays == sorted(delays)
+    assert (delays[0], delays[-1]) == (5.0, 300.0)
+
+
+def session_of(nodes=1, ranks=1, replicas=0, **settings):
+    members = tuple(
+        Member(f"n{i}", f"127.0.0.1:{i + 1}" if nodes > 1 else "", "", tuple(range(i * ranks, (i + 1) * ranks)))
+        for i in range(nodes)
+    )
+    return Session(LAUNCH, nodes * ranks, members, replicas, "ring", 2, PersistSettings("/p", **settings))
+
+
+def test_buddies_write_for_a_node_that_is_down():
+    session = session_of(3, 2, 1)
+    placement = place(session.members, 1, "ring")
+    every, problem = writers(session, placement, ())
+    assert (dict(every), problem) == ({"n0": (0, 1), "n1": (2, 3), "n2": (4, 5)}, "")
+    without, problem = writers(session, placement, {"n1"})
+    assert not problem
+    assert sorted(rank for _, ranks in without for rank in ranks) == [0, 1, 2, 3, 4, 5]
+    assert "n1" not in dict(without)
+    nobody, problem = writers(session, placement, {"n0", "n1", "n2"})
+    assert not nobody
+    assert "rank 0" in problem
+
+
+def test_a_session_keeps_its_settings():
+    session = session_of(2, 1, 1, interval=5, keep_steps=(1, 2), max_mbps=3.5)
+    assert decode_session(encode_session(session)) == session
+
+
+class Node:
+    """A core and what it said."""
+
+    def __init__(self, session, node_id="n0"):
+        self.core = AgentCore(node_id, Limits())
+        self.session = session
+        self.now = 0.0
+        self.feed(Begun(session))
+
+    def feed(self, event, seconds=0.0):
+        self.now += seconds
+        self.out = self.core.handle(event, self.now)
+        return self.out
+
+    def save(self, step):
+        for rank in self.session.members[0].ranks:
+            shard = ShardId(gen(step), rank, self.session.world)
+            self.feed(Sealed(Held(shard, bytes(16), 1, 0)))
+        return self.out
+
+    def of(self, kind):
+        return [effect for effect in self.out if isinstance(effect, kind)]
+
+
+def test_a_due_generation_is_flushed_held_and_let_go():
+    node = Node(session_of(interval=2))
+    node.save(1)
+    assert not node.of(StartFlush)
+    node.save(2)
+    (started,) = node.of(StartFlush)
+    assert (started.order.generation, started.writers) == (gen(2), (("n0", (0,)),))
+    # Newer ones are committed, and older ones go: but not what is being flushed.
+    node.save(3)
+    assert not node.of(Release)
+    assert gen(2) in {shard.generation for shard in node.core.held}
+    node.save(5)  # due, but one at a time
+    assert [effect.shard.generation for effect in node.of(Release)] == [gen(3)]
+    assert not node.of(StartFlush)
+    node.feed(FlushEnded(started.order.attempt))
+    assert Notify(gen(2), Level.PERSISTED) in node.out
+    assert gen(2) in [effect.shard.generation for effect in node.of(Release)]
+    assert [effect.order.generation for effect in node.of(StartFlush)] == [gen(5)]
+
+
+def test_a_failure_is_waited_out_and_the_newest_tried():
+    node = Node(session_of(interval=1))
+    node.save(1)
+    (first,) = node.of(StartFlush)
+    node.feed(FlushEnded(first.order.attempt, "disk full"))
+    assert node.core.flushing.problem == "disk full"
+    assert node.core.flushing.counts == {"done": 0, "failed": 1}
+    node.save(2)
+    assert not node.of(StartFlush)
+    assert not [shard for shard in node.core.held if shard.generation == gen(1)]
+    node.feed(Tick(), 4.0)
+    assert not node.of(StartFlush)
+    node.feed(Tick(), 1.5)
+    (again,) = node.of(StartFlush)
+    assert again.order.generation == gen(2)
+    assert again.order.attempt != first.order.attempt
+    # What the first one still says does not count.
+    node.feed(FlushEnded(first.order.attempt))
+    assert node.core.flushing.persisted is None
+
+
+def test_what_is_asked_for_before_it_is_committed_is_flushed_then():
+    node = Node(session_of(2, 1, 1))
+    shard = ShardId(gen(1), 0, 2)
+    node.feed(Sealed(Held(shard, bytes(16), 1, 0)))
+    node.feed(FlushWanted(gen(1), "asked"))
+    assert not node.of(StartFlush)
+    assert node.core.flushing.is_busy
+
+
+def test_when_nobody_works_any_more_the_newest_is_flushed():
+    node = Node(session_of())
+    node.save(4)
+    node.feed(LeaseEnded(1))
+    assert not node.of(StartFlush)
+    node.feed(FlushWanted(None, "the trainers ended"))
+    (started,) = node.of(StartFlush)
+    assert (started.order.generation, started.order.reason) == (gen(4), "the trainers ended")
+
+
+def test_of_two_wishes_the_newer_one_is_kept():
+    node = Node(session_of(2, 1, 1))
+    node.feed(FlushWanted(gen(1), "asked"))
+    node.feed(FlushWanted(gen(2), "asked"))
+    assert Notify(gen(1), Level.NONE, "step 2 is flushed instead") in node.out
+    assert node.core.flushing.wanted.generation == gen(2)
+
+
+def told(node, body):
+    node.feed(Told(Envelope("n0", LAUNCH, None, body)))
+    return node.out
+
+
+def test_other_nodes_do_their_part_while_the_order_stands():
+    node = Node(session_of(2, 1, 1), "n1")
+    shard = ShardId(gen(3), 1, 2)
+    node.feed(Sealed(Held(shard, bytes(16), 1, 0)))
+    order = FlushOrder(gen(3), 9, "every 3 steps", ())
+    told(node, Announce(None, (), order))
+    (started,) = node.of(StartFlush)
+    assert started.order == order
+    told(node, Announce(None, (), order))
+    assert not node.of(StartFlush)
+    told(node, Announce(None, (), None, gen(3)))
+    assert StopFlush() in node.out
+    assert Notify(gen(3), Level.PERSISTED) in node.out
+
+
+def test_a_wish_of_another_node_is_repeated_until_it_is_heard():
+    node = Node(session_of(2, 1, 1), "n1")
+    node.feed(FlushWanted(gen(3), "asked"))
+    assert Send("n0", Persist(gen(3), "asked")) in node.out
+    node.feed(Tick(), 2.0)
+    assert Send("n0", Persist(gen(3), "asked")) in node.out
+    told(node, Announce(None, (), FlushOrder(gen(3), 9, "asked", ())))
+    node.feed(Tick(), 2.0)
+    assert Send("n0", Persist(gen(3), "asked")) not in node.out
+
+
+def test_a_node_that_goes_down_is_left_out_of_the_next_order():
+    node = Node(session_of(2, 1, 1, timeout=1000.0))
+    flushing = node.core.flushing
+    node.core.records = ()
+    flushing.order = FlushOrder(gen(1), 9, "asked", ())
+    node.feed(Tick(), 60.0)
+    assert StopFlush() in node.out
+    assert flushing.order is None
+    assert flushing.wanted.generation == gen(1)
+    assert "n1 went down" in flushing.problem
+
+
+def test_a_new_launch_ends_what_the_old_one_flushed():
+    node = Node(session_of(interval=1))
+    node.save(1)
+    assert node.of(StartFlush)
+    newer = Session(Launch(6, 1), 1, node.session.members, 0, "ring", 2, node.session.persist)
+    node.feed(Begun(newer))
+    assert StopFlush() in node.out
+    assert node.core.flushing.order is None
+
+
+def test_beats_alone_order_nothing():
+    node = Node(session_of(2, 1, 1), "n1")
+    told(node, Beat())
+    assert not node.of(StartFlush)
+
+
+# --- retention
+
+
+def lying(step, epoch=1, good=True, ours=True):
+    return Lying(f"step-{step}", step, (epoch, 0, step), good, ours)
+
+
+def test_retention_keeps_what_it_promises():
+    steps = [lying(step) for step in range(1, 8)]
+    assert removable(steps, KeepRules(0), "step-7") == {}
+    assert list(removable(steps, KeepRules(2), "step-7")) == [f"step-{n}" for n in range(1, 6)]
+    # Permanent ones neither count nor go.
+    assert list(removable(steps, KeepRules(2, every=3, steps=frozenset({1})), "step-7")) == ["step-2", "step-4"]
+    # What latest names, what is being written, others' and what is not whole is not ours to judge.
+    assert "step-2" not in removable(steps, KeepRules(2), "step-2")
+    assert "step-3" not in removable(steps, KeepRules(2), "step-7", {"step-3"})
+    others = [lying(step, ours=step > 5) for step in range(1, 8)]
+    assert removable(others, KeepRules(2), "step-7") == {}
+    bad = [lying(1), lying(2), lying(3), lying(4, good=False), lying(5, good=False)]
+    assert list(removable(bad, KeepRules(2), None)) == ["step-1"]
+
+
+def test_the_newest_is_that_of_the_newest_launch():
+    """A step that was rolled back is not what the job stands on, however high it is."""
+    steps = [lying(5, 1), lying(9, 1), lying(6, 2), lying(7, 2)]
+    assert list(removable(steps, KeepRules(2), "step-7")) == ["step-5", "step-9"]
