@@ -11,39 +11,48 @@ from flashckpt.cli.entry import NOTHING_FOUND, OK
 from flashckpt.cli.memory import level_name, memory_dir_of, now, open_store, selected_jobs, view
 from flashckpt.cli.options import where
 from flashckpt.cli.output import age, format_bytes, note, print_json, print_table
+from flashckpt.cli.persisted import as_json as disk_json
+from flashckpt.cli.persisted import persist_dir_of, persisted_steps
 from flashckpt.errors import FlashError
 
 if TYPE_CHECKING:
     from flashckpt.cli.memory import JobView
+    from flashckpt.persist.catalog import Persisted
 
 
 @click.command("ls")
 @where
 def command(job: str | None, memory_dir: str | None, as_json: bool) -> None:
-    """List the generations in this node's memory, newest first.
+    """List the generations in this node's memory, newest first, and the steps in the job's persist_dir.
 
     complete: every rank's shard is sealed, a load can use it. pending: the trainers are still writing it. partial:
     other nodes may have the other ranks' shards. dead: it never becomes usable, and its memory is reused.
-    Levels: sealed survives a crash of the trainers, replicated the loss of nodes.
+    Levels: sealed survives a crash of the trainers, replicated the loss of nodes; what is in persist_dir the cluster's.
     """
     directory = memory_dir_of(memory_dir)
     names = selected_jobs(directory, job)
     jobs = []
+    directories: dict[str, str | None] = {}
     for name in names:
         try:
             with open_store(directory, name) as store:
                 jobs.append(view(store, name))
+                directories[name] = persist_dir_of(store)
         except FlashError as error:
             # Somebody else's directory must not hide the others.
             if len(names) == 1:
                 raise
             note(f"job {name!r}: {error}")
     at = now()
+    on_disk = {name: (path, *persisted_steps(path)) for name, path in directories.items() if path is not None}
     if as_json:
-        print_json("ls/v1", {"memory_dir": directory, "jobs": [_as_json(one, at) for one in jobs]})
+        listed = [{**_as_json(one, at), "persist": _disk_json(on_disk.get(one.job))} for one in jobs]
+        print_json("ls/v1", {"memory_dir": directory, "jobs": listed})
     else:
         _print(jobs, at)
-    sys.exit(OK if any(one.generations for one in jobs) else NOTHING_FOUND)
+        _print_disk(on_disk, at)
+    found = any(one.generations for one in jobs) or any(steps for _, steps, _ in on_disk.values())
+    sys.exit(OK if found else NOTHING_FOUND)
 
 
 def _print(jobs: list[JobView], at: float) -> None:
@@ -73,6 +82,31 @@ def _print(jobs: list[JobView], at: float) -> None:
             f"{status.pool.files + status.writing.files} other slots"
             + (f", {status.quarantine.files} quarantined" if status.quarantine.files else "")
         )
+
+
+def _print_disk(on_disk: dict[str, tuple[str, list[Persisted], str]], at: float) -> None:
+    for job, (directory, steps, problem) in on_disk.items():
+        rows = [
+            [
+                job,
+                str(one.step),
+                "complete" if not one.problem else "unusable",
+                format_bytes(one.meta.size_bytes) if one.meta is not None else "",
+                age(at - one.meta.persisted_at) if one.meta is not None else "",
+                one.problem or ("written by somebody else" if one.meta is None else ""),
+            ]
+            for one in steps
+        ]
+        note(f"{job}: {len(steps)} steps in {directory}{f': {problem}' if problem else ''}")
+        if rows:
+            print_table(["job", "persisted step", "state", "size", "age", "reason"], rows, right=(1, 3, 4))
+
+
+def _disk_json(found: tuple[str, list[Persisted], str] | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    directory, steps, problem = found
+    return {"directory": directory, "problem": problem, "steps": [disk_json(one) for one in steps]}
 
 
 def _as_json(job: JobView, at: float) -> dict[str, Any]:

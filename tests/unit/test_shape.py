@@ -57,7 +57,10 @@ OUTSIDE = {
     "errors": set(),
     "types": set(),
     "failpoints": set(),
-    "cli": {"click", "rich", "agent", "demo", "format", "store", "save", "native", "bench", "load", "export"},
+    "cli": {
+        *("click", "rich", "agent", "demo", "format", "store", "save", "native", "bench", "load", "export"),
+        "persist",
+    },
     "demo": {"torch", "rich", "checkpointer", "store", "testing"},
 }
 BASE = {"wire", "config", "errors", "types", "failpoints", "topology", "launch", "group", "devices"}
