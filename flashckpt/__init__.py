@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     )
     from flashckpt.load.result import LoadResult
     from flashckpt.manager import CheckpointManager
+    from flashckpt.persist.elsewhere import load_keys
     from flashckpt.save.handle import SaveHandle
     from flashckpt.state.flatten import PerRank
     from flashckpt.training.stopping import install_signal_handlers
@@ -64,6 +65,7 @@ _LAZY = {
     "find_checkpoints": "flashckpt.discover",
     "latest_checkpoint": "flashckpt.discover",
     "peek": "flashckpt.discover",
+    "load_keys": "flashckpt.persist.elsewhere",
     "Checkpointer": "flashckpt.checkpointer",
     "LoadResult": "flashckpt.load.result",
     "PerRank": "flashckpt.state.flatten",
@@ -123,5 +125,6 @@ __all__ = [
     "find_checkpoints",
     "install_signal_handlers",
     "latest_checkpoint",
+    "load_keys",
     "peek",
 ]

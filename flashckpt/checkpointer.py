@@ -318,6 +318,28 @@ class Checkpointer:
             log.info("loaded %s from %s in %.3f s", result.generation, result.source, timings.total)
             return dataclasses.replace(result, timings=timings)
 
+    def load_path(
+        self,
+        path: str,
+        state_dict: MutableMapping[Any, Any],
+        *,
+        strict: bool = True,
+        cast: bool = False,
+        screen: Callable[[Found], Callable[[str], bool]] | None = None,
+    ) -> LoadResult:
+        """Fills the state dict from the checkpoint at `path`, this job's or another's, ours or plain DCP's. Collective.
+
+        Nothing is taken over: where the job itself has saved something, it has to be loaded, or given up by
+        `start_fresh`, before the next save. NotFoundError where there is no checkpoint.
+        """
+        with self._alone("load_path"):
+            self._check_enabled()
+            from flashckpt.persist.elsewhere import load_path
+
+            request = Request(strict=strict, cast=cast, verify=self.config.verify, threads=self._threads, screen=screen)
+            ground = self.ground()
+            return load_path(Recovery(ground), ground, path, state_dict, request)
+
     def start_fresh(self) -> None:
         """Declares everything that earlier launches saved dead. Collective. Their memory is reused by later saves."""
         with self._alone("start_fresh"):

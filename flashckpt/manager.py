@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from flashckpt.checkpointer import Checkpointer
 from flashckpt.config import CheckpointConfig
 from flashckpt.errors import ClosedError, ConfigError, ConflictError, DeadlineError, FlashError
-from flashckpt.training.assemble import DATALOADER, KNOWN, TrainingState
+from flashckpt.training.assemble import DATALOADER, KNOWN, MODEL, TrainingState
 from flashckpt.training.files import persisted_steps, write_file
 from flashckpt.training.gate import OptimizerGate
 from flashckpt.training.metrics import Event, Metrics, Recorder
@@ -81,6 +81,7 @@ class CheckpointManager:
         self._closed = False
         self._signals: SignalHandlers | None = None
         self._pending: dict[str, Any] = {}
+        self._initial: LoadResult | None = None
         self._to_flush: list[SaveHandle] = []
         self._checkpointer = Checkpointer(self.config, process_group=process_group)
         self._gate = OptimizerGate(self.config.save_timeout, self._recorder.held)
@@ -208,6 +209,7 @@ class CheckpointManager:
         self,
         step: int | None = None,
         *,
+        path: str | None = None,
         exclude_from_loading: Collection[str] | None = None,
         strict: bool = True,
         key_mapping: Mapping[str, str] | None = None,
@@ -221,6 +223,10 @@ class CheckpointManager:
         `exclude_from_loading` names parts to leave as they are (instead of the config's). `strict=False` lets keys and
         parts be missing. `key_mapping` renames: names of the model → names in the checkpoint. `expect` is compared
         with what `save(compat=…)` declared, before any tensor is read.
+
+        `path` loads that checkpoint instead, of this run or another, ours or a foreign DCP one. Where the job has saved
+        nothing, `config.initial_load_path` is taken; with `initial_load_model_only` that is still a fresh start: None
+        is returned, and `initial_load` has the result.
         """
         self._check_free("load")
         self.maybe_wait_for_staging()
@@ -230,6 +236,10 @@ class CheckpointManager:
         kept = tuple({DATALOADER} - {*parts, *excluded})
         wish = Wish(parts, kept, strict, expect, on_mismatch)
         template = self._state.template((*parts, *kept))
+        if path is not None:
+            if step is not None:
+                raise ConfigError("path and step: expected one of them, found both")
+            return self._load_path(path, wish, key_mapping, cast)
         with self._renamed(Renaming(key_mapping)):
             result = self._checkpointer.load(
                 template.state_dict,
@@ -239,7 +249,40 @@ class CheckpointManager:
                 allow_fresh=allow_fresh,
                 screen=lambda found: screen(found, wish, self._state.optimizer),
             )
-        return None if result is None else self._finish_load(result, template)
+        if result is not None:
+            return self._finish_load(result, template)
+        return self._load_initial(wish, key_mapping, cast)
+
+    def _load_initial(self, wish: Wish, key_mapping: Mapping[str, str] | None, cast: bool) -> LoadResult | None:
+        """Nothing of our own: what the job is to start from, if anything."""
+        if self.config.initial_load_path is None or self._checkpointer.disabled:
+            return None
+        model_only = self.config.initial_load_model_only
+        if model_only:
+            wish = dataclasses.replace(wish, parts=(MODEL,), kept=())
+        self._initial = self._load_path(self.config.initial_load_path, wish, key_mapping, cast)
+        if not model_only:
+            return self._initial
+        log.info("the model is that of %s; everything else starts anew", self.config.initial_load_path)
+        self._seen = self._loaded_step = None
+        return None
+
+    def _load_path(self, path: str, wish: Wish, key_mapping: Mapping[str, str] | None, cast: bool) -> LoadResult:
+        template = self._state.template((*wish.parts, *wish.kept))
+        with self._renamed(Renaming(key_mapping)):
+            result = self._checkpointer.load_path(
+                path,
+                template.state_dict,
+                strict=wish.strict,
+                cast=cast,
+                screen=lambda found: screen(found, wish, self._state.optimizer),
+            )
+        return self._finish_load(result, template)
+
+    @property
+    def initial_load(self) -> LoadResult | None:
+        """What `config.initial_load_path` gave, where `load` fell back to it."""
+        return self._initial
 
     def _finish_load(self, result: LoadResult, template: Template) -> LoadResult:
         """What needs to know the world that saved: the data loaders of new ranks, and the random numbers."""

@@ -22,6 +22,7 @@ _DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 @click.command("export")
 @click.argument("out", metavar="DIRECTORY")
+@click.option("--from", "path", metavar="PATH", help="A persisted step or a DCP checkpoint instead of memory.")
 @click.option("--step", type=click.IntRange(min=0), help="Default: the newest complete one.")
 @click.option(
     "--to", "form", type=click.Choice(_FORMS), default="hf", show_default=True, help="safetensors, torch, DCP."
@@ -39,6 +40,7 @@ _DTYPES = ("float32", "float16", "bfloat16", "float64")
 @where
 def command(
     out: str,
+    path: str | None,
     step: int | None,
     form: str,
     dtype: str | None,
@@ -52,7 +54,9 @@ def command(
     """Write the model of a saved step to DIRECTORY: safetensors as Hugging Face reads them, a torch file, or DCP."""
     from flashckpt.export.write import DTYPES, export
 
-    with _source(step, job, memory_dir) as source:
+    if path is not None and step is not None:
+        raise click.UsageError("--from and --step: name the directory of the step")
+    with _source(path, step, job, memory_dir) as source:
         done = export(
             source,
             out,
@@ -70,8 +74,12 @@ def command(
 
 
 @contextlib.contextmanager
-def _source(step: int | None, job: str | None, memory_dir: str | None) -> Iterator[Source]:
-    from flashckpt.export.source import memory_source
+def _source(path: str | None, step: int | None, job: str | None, memory_dir: str | None) -> Iterator[Source]:
+    from flashckpt.export.source import PathSource, memory_source
+
+    if path is not None:
+        yield PathSource(path)
+        return
 
     directory = memory_dir_of(memory_dir)
     name = selected_job(directory, job)

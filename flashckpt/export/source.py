@@ -14,6 +14,7 @@ from flashckpt.format.layout import decode_layout
 from flashckpt.format.shard import read_envelope
 from flashckpt.load.cover import index, uncovered
 from flashckpt.load.read import OpenShard, read_range
+from flashckpt.persist.elsewhere import open_path, read_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -68,6 +69,22 @@ class MemorySource:
             region = tuple(slice(at, at + n) for at, n in zip(entry.box.offsets, entry.box.sizes, strict=True))
             whole[region] = part
         return whole
+
+
+class PathSource:
+    """A persisted step, or a foreign DCP checkpoint."""
+
+    def __init__(self, path: str) -> None:
+        """NotFoundError where there is none; what is not to be trusted is refused."""
+        self._source = open_path(path)
+        self.step = self._source.generation.step
+
+    def tensors(self) -> dict[str, TensorInfo]:
+        entries = {key: pieces[0].entry for (key, owner), pieces in self._source.stored.items() if owner is None}
+        return {key: TensorInfo(getattr(torch, one.dtype), one.global_shape) for key, one in entries.items()}
+
+    def read(self, key: str) -> torch.Tensor:
+        return read_tensor(self._source, key)
 
 
 @contextlib.contextmanager

@@ -81,7 +81,7 @@ def screen(found: Found, wish: Wish, optimizer: OptimizerState | None) -> Callab
     parts, reason = choose_parts(wish, saved, found.step)
     if reason:
         log.warning("step %d: %s", found.step, reason)
-    left = sorted(saved - set(parts))
+    left = sorted(saved - set(parts)) if len(saved) < 64 else []  # a foreign one may have no parts at all
     if left:
         log.info("step %d: left as they are: %s", found.step, ", ".join(left))
     chosen = frozenset(parts)

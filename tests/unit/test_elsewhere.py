@@ -1,0 +1,187 @@
+"""Checkpoints that are named by their path: loaded by a manager, as a start, key by key, and exported."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner
+from safetensors.torch import load_file
+from torch import nn
+
+import flashckpt
+from flashckpt import CheckpointConfig, CheckpointManager
+from flashckpt.cli.entry import group
+from flashckpt.persist.flush import flush
+from flashckpt.persist.spec import FlushSpec
+from flashckpt.types import PersistSettings
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+
+def build(memory_dir, seed=0, **settings):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    config = CheckpointConfig(**{"job": "job", "memory_dir": memory_dir, **settings})
+    return model, optimizer, CheckpointManager(config, model=model, optimizer=optimizer)
+
+
+def step(model, optimizer):
+    model(torch.ones(2, 8)).pow(2).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def to_disk(memory_dir, out, handle):
+    flush(
+        FlushSpec(
+            job="job",
+            memory_dir=memory_dir,
+            node_id="node",
+            generation=handle.generation,
+            world=1,
+            writers=(("node", (0,)),),
+            coordinates=True,
+            attempt=f"{handle.step:016x}",
+            reason="test",
+            settings=PersistSettings(str(out)),
+        )
+    )
+
+
+@pytest.fixture
+def trained(memory_dir, tmp_path):
+    """(model, optimizer, random state) whose step 3 lies in tmp_path/out; the memory is empty again."""
+    model, optimizer, manager = build(memory_dir)
+    with manager:
+        for _ in range(3):
+            step(model, optimizer)
+        handle = manager.save(3, extra={"tokens": 30}, compat={"width": 8})
+        handle.wait("sealed", timeout=60)
+        random_state = torch.get_rng_state()
+        to_disk(memory_dir, tmp_path / "out", handle)
+    for name in os.listdir(memory_dir):
+        shutil.rmtree(os.path.join(memory_dir, name))
+    return model, optimizer, random_state
+
+
+def same(model, other):
+    return all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_all_memory_is_gone_and_the_manager_resumes_from_its_own_directory(trained, memory_dir, tmp_path):
+    model, optimizer, manager = build(memory_dir, seed=5, persist_dir=str(tmp_path / "out"))
+    with manager:
+        assert manager.peek_saved_step() == 3
+        with pytest.raises(flashckpt.MismatchError, match="width: 8 in the checkpoint, 9 now"):
+            manager.load(expect={"width": 9})
+        assert not optimizer.state
+        result = manager.load(expect={"width": 8})
+        assert (result.step, result.source, result.extra) == (3, "persist", {"tokens": 30})
+        assert same(model, trained[0])
+        step(model, optimizer)
+    # Weights, moments and dropout: the next step is the one that the first run would have taken.
+    torch.set_rng_state(trained[2])
+    step(*trained[:2])
+    assert same(model, trained[0])
+
+
+@pytest.mark.parametrize("path", ["out/step-3", "out/latest", "out"])
+def test_a_path_is_loaded_as_a_whole(trained, memory_dir, tmp_path, path):
+    model, optimizer, manager = build(memory_dir, seed=5, job="other")
+    with manager:
+        result = manager.load(path=str(tmp_path / path))
+        assert (result.step, result.source) == (3, "persist")
+        assert same(model, trained[0])
+        assert optimizer.state[model[0].weight]["step"].item() == 3
+        step(model, optimizer)
+        assert manager.save(4).wait("sealed", timeout=60) == "ok"
+
+
+def test_paths_that_are_no_checkpoint(trained, memory_dir, tmp_path):
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "model.safetensors").write_text("x")
+    _, _, manager = build(memory_dir, job="other")
+    with manager:
+        with pytest.raises(FileNotFoundError, match="expected a checkpoint"):
+            manager.load(path=str(tmp_path / "absent"))
+        with pytest.raises(flashckpt.IncompatibleError, match="of another kind"):
+            manager.load(path=str(tmp_path / "hf"))
+        with pytest.raises(flashckpt.ConfigError, match="path and step"):
+            manager.load(3, path=str(tmp_path / "out"))
+        data = next((tmp_path / "out" / "step-3").glob("__0_*.distcp"))
+        os.truncate(data, data.stat().st_size - 1)
+        with pytest.raises(flashckpt.UnusableError, match=r"expected \d+ bytes"):
+            manager.load(path=str(tmp_path / "out" / "step-3"))
+
+
+def test_a_start_from_another_run(trained, memory_dir, tmp_path):
+    settings = {"job": "new", "initial_load_path": str(tmp_path / "out"), "interval": 1}
+    model, optimizer, manager = build(memory_dir, seed=5, **settings)
+    with manager:
+        assert manager.load() is None  # a fresh start: from step 1
+        assert manager.initial_load.step == 3
+        assert same(model, trained[0])
+        assert not optimizer.state
+        step(model, optimizer)
+        manager.save(1)
+    model, optimizer, manager = build(memory_dir, seed=6, **settings)
+    with manager:
+        assert manager.load().step == 1  # the same arguments: what the job itself saved wins
+        assert manager.initial_load is None
+    shutil.rmtree(tmp_path / "out")
+    _, _, manager = build(memory_dir, **settings)
+    with manager:
+        assert manager.load().step == 1  # not even looked at
+
+
+def test_a_start_from_the_whole_state_of_another_run(trained, memory_dir, tmp_path):
+    model, optimizer, manager = build(
+        memory_dir, seed=5, job="new", initial_load_path=str(tmp_path / "out"), initial_load_model_only=False
+    )
+    with manager:
+        assert manager.load().step == 3
+        assert same(model, trained[0])
+        assert optimizer.state[model[0].weight]["step"].item() == 3
+
+
+def test_a_start_that_is_not_there_is_no_fresh_start(memory_dir, tmp_path):
+    _, _, manager = build(memory_dir, job="new", initial_load_path=str(tmp_path / "absent"))
+    with manager, pytest.raises(flashckpt.NotFoundError):
+        manager.load()
+
+
+def test_a_foreign_checkpoint(trained, memory_dir, tmp_path):
+    model = trained[0]
+    dcp.save({"model": model.state_dict(), "epoch": 7}, checkpoint_id=tmp_path / "foreign", no_dist=True)
+    other, _, manager = build(memory_dir, seed=5, job="other")
+    with manager:
+        assert manager.load(path=str(tmp_path / "foreign"), exclude_from_loading=["optimizer"]).step == 0
+        assert same(other, model)
+
+
+def test_load_keys(trained, tmp_path):
+    model, optimizer, _ = trained
+    found = flashckpt.load_keys(str(tmp_path / "out"), ["model.0", "optimizer.state.2.bias.exp_avg"])
+    assert set(found) == {"model.0.weight", "model.0.bias", "optimizer.state.2.bias.exp_avg"}
+    assert torch.equal(found["model.0.weight"], model[0].weight)
+    assert torch.equal(found["optimizer.state.2.bias.exp_avg"], optimizer.state[model[2].bias]["exp_avg"])
+    options = flashckpt.load_keys(str(tmp_path / "out"), ["optimizer.param_groups.0.weight"])
+    assert options["optimizer.param_groups.0.weight"]["lr"] == 1e-3
+    with pytest.raises(flashckpt.MissingKeyError, match=r"'model\.9'"):
+        flashckpt.load_keys(str(tmp_path / "out"), ["model.9"])
+
+
+def test_export_of_a_persisted_step(trained, tmp_path):
+    arguments = ["export", str(tmp_path / "hf"), "--from", str(tmp_path / "out"), "--json"]
+    result = CliRunner().invoke(group, arguments, catch_exceptions=False)
+    assert json.loads(result.stdout)["step"] == 3
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    assert torch.equal(tensors["2.weight"], trained[0][2].weight)
+    result = CliRunner().invoke(group, [*arguments, "--step", "3"])
+    assert result.exit_code == 2
