@@ -423,7 +423,7 @@ static int may_heal(int a, int b, int r, int u)
 	if (!now.ses[a] || !(now.mem[b] & BIT(now.ses[a]))) return 0;
 	if (MUTANT("heal-zombie")) return kept(a) == u && !droppable(b, u);
 	if (now.ses[a] != now.ses[b] || !works_for(a, now.ses[a]) || !works_for(b, now.ses[a])) return 0;
-	if (MUTANT("heal-fenced")) return now.launch[u] != now.ses[a];
+	if (MUTANT("heal-anything")) return now.launch[u] != now.ses[a];
 	return kept(a) == u && !droppable(b, u);
 }
 static void heal(int a, int b, int r, int u)

@@ -722,7 +722,10 @@ class AgentCore:
         if self.session is None:
             return
         record = Record(generation, self.session.world, self.replicas, now + self._wall_offset)
+        reports = self._ballot.reports(generation)
         self._take_record(record)
+        if self._healing is not None and self.kept == generation:
+            self._healing.note_commit(reports, now)
         self._announce(now)
         self._collect()
 

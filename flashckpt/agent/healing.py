@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from flashckpt.placement import Placement
     from flashckpt.types import Generation, Held, Session, ShardId
-    from flashckpt.wire import Copy
+    from flashckpt.wire import Copy, Report
 
 _SHOWN = 16  # of a list in a summary
 
@@ -79,6 +79,21 @@ class Healing:
 
     def take(self, sender: str, holds: Holds, now: float) -> None:
         self._said[sender] = (holds, now)
+
+    def note_commit(self, reports: Mapping[int, Report], now: float) -> None:
+        """As the coordinator: who holds what of a generation just now, until all have spoken of it themselves. Where
+        commits come faster than beats they never do."""
+        generation, world = next(iter(reports.values())).shard.generation, self._session.world
+        ranks_of = {member.node_id: set(member.ranks) for member in self._session.members}
+        for rank, report in reports.items():
+            for node in report.holders:
+                ranks_of.get(node, set()).add(rank)
+        live = {n: Holds(generation, world, True, tuple(sorted(r)), (0,) * len(r)) for n, r in ranks_of.items()}
+        self._generation, self._since, self._looked_at, self._copies = generation, now, now, ()
+        self._decided = live
+        self._found = self._decide(generation, live)
+        if self._found is not None:
+            self.health = (self._found, now)
 
     def rest(self) -> None:
         """Another node is the healer."""

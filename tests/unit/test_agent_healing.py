@@ -246,6 +246,18 @@ def test_a_commit_ends_the_healing_of_what_was_before():
     assert cluster.health("n2").generation == generation
 
 
+def test_a_commit_says_at_once_what_would_be_survived():
+    """Commits may come faster than beats."""
+    cluster = Cluster(3)
+    for step in (1, 2, 3):
+        generation = cluster.save(step)
+        assert cluster.health("n0").generation == generation
+        assert (cluster.health("n0").copies, cluster.health("n0").survival.any_nodes) == (2, 1)
+    cluster.run(1.5)
+    assert {cluster.health(node).generation for node in cluster.cores} == {generation}
+    assert cluster.pushed == []
+
+
 def test_a_healer_that_was_paused_does_not_take_the_others_for_lost():
     cluster = Cluster(3)
     cluster.save(1)
