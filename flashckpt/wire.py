@@ -98,6 +98,7 @@ class Holds:
     committed: bool  # whether the sender has its record
     ranks: tuple[int, ...]  # ascending
     sizes_bytes: tuple[int, ...]  # of these ranks' shards
+    digests: tuple[bytes, ...]  # of these ranks' shards: copies have to agree
     refusals: tuple[Refusal, ...] = ()
 
 
@@ -111,6 +112,7 @@ class Copy:
     rank: int
     source: str  # node ids
     target: str
+    digest: bytes = b""  # of the content; empty where it is only told of
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +178,7 @@ class Answer:
     persisted: Generation | None = None
     base: Generation | None = None  # what the sender's launch has loaded
     health: Health | None = None  # from the healer, to Holds
-    copies: tuple[Copy, ...] = ()  # that the sender has to make, of the generation that `health` speaks of
+    copies: tuple[Copy, ...] = ()  # that the sender has to make or to expect, of what `health` speaks of
 
 
 @dataclass(frozen=True, slots=True)

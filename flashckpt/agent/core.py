@@ -295,10 +295,18 @@ class AgentCore:
         if decided and base.step == self.fence.step:
             self._keep_base(base)
 
-    def _learn_kept(self, generation: Generation) -> None:
+    def _needs_hearsay(self, now: float) -> bool:
+        """Whether the coordinator can't tell: it does not answer, or is this very node and came back blank."""
+        if self.is_coordinator:
+            return self.threshold is None
+        return self.session is not None and self.healer(now) != self.session.coordinator
+
+    def _learn_kept(self, generation: Generation, now: float) -> None:
         """A member says that it is committed. Only the coordinator's word licenses anything to go; but where the
         coordinator is gone, this is how those hear what has to be healed who missed its word."""
-        if self._is_of_this_launch(generation) and not self._is_settled(generation):
+        if not self._needs_hearsay(now):
+            self._hearsay = None
+        elif self._is_of_this_launch(generation) and not self._is_settled(generation):
             known = self._hearsay
             self._hearsay = generation if known is None else max(known, generation, key=age_order)
 
@@ -398,6 +406,8 @@ class AgentCore:
         if self.session is None or self.is_fenced:
             return
         self._start_transfers(now)
+        if self._hearsay is not None and not self._needs_hearsay(now):
+            self._hearsay = None
         healer, holds = self.healer(now), self._holds(now)
         self._heal(healer, holds, now)
         neighbours = self._neighbours(healer)
@@ -446,7 +456,7 @@ class AgentCore:
             healing.rest()
         for one in holds if healer == self.node_id else ():
             healing.look(one, now)
-            self._make_copies(healing.copies_from(self.node_id), now)
+            self._make_copies(healing.copies_for(self.node_id), now)
 
     def _holds(self, now: float) -> list[Holds]:
         """What this node has of what is kept; nothing where nothing is."""
@@ -467,7 +477,9 @@ class AgentCore:
         mine = {shard.rank: held for shard, held in self.held.items() if shard.generation == kept}
         for copy in copies:
             held = mine.get(copy.rank) if copy.source == self.node_id and copy.target in self.peers else None
-            if held is not None and healing is not None and not healing.is_made(held.shard, copy.target, now):
+            if held is None or held.digest != copy.digest:
+                continue
+            if healing is not None and not healing.is_made(held.shard, copy.target, now):
                 self._transfers.want(held, copy.target, now, heals=True)
         self._start_transfers(now)
 
@@ -594,7 +606,7 @@ class AgentCore:
         self._learn(put.launch, put.fence)
         self._collect()
         held = self.held.get(put.shard)
-        reason, retry = self._why_not(put.sender, put.launch, put.shard)
+        reason, retry = self._why_not(put.sender, put.launch, put.shard, put.digest, now)
         if reason:
             self._out.append(Decline(PutRefused(reason, retry, self.newest, self.fence)))
         elif held is not None and held.digest == put.digest:
@@ -652,7 +664,7 @@ class AgentCore:
             return f"{sender} is no member of this launch", False
         return "", False
 
-    def _why_not(self, sender: str, launch: Launch, shard: ShardId) -> tuple[str, bool]:
+    def _why_not(self, sender: str, launch: Launch, shard: ShardId, digest: bytes, now: float) -> tuple[str, bool]:
         """Why a put is refused ("" = it is not), and whether asking again later may help."""
         reason, retry = self._why_stranger(sender, launch)
         member = self._member(sender)
@@ -661,8 +673,11 @@ class AgentCore:
         why = droppable(shard.generation, self.threshold, self.fence, self.voids, self.base)
         if why:
             return why, False
-        # What is kept may come from any member that has it, and lie anywhere: that is how it is healed.
-        if self._wanted.get(shard) is not None or shard.generation == self.kept:
+        if self._wanted.get(shard) is not None:
+            return "", False
+        # What is kept may come from any member that has it, and lie anywhere, where the healer has announced it.
+        expected = self._healing is not None and self._healing.is_expected(shard, digest, now)
+        if expected and shard.generation == self.kept:
             return "", False
         if launch_of(shard.generation) != launch or shard.rank not in member.ranks:
             return f"{shard} is not {sender}'s to give away", False
@@ -869,7 +884,7 @@ class AgentCore:
             case Holds() if self._healing is not None:
                 self._healing.take(sender, body, now)
                 if body.committed:
-                    self._learn_kept(body.generation)
+                    self._learn_kept(body.generation, now)
             case _:
                 pass
 
@@ -900,12 +915,19 @@ class AgentCore:
         if not answer.refused:
             self._learn_base(answer.base)
             if answer.record is not None:
-                self._learn_kept(answer.record.generation)
-        if self._healing is not None and answer.health is not None and answer.health.generation == self.kept:
-            self._healing.health = (answer.health, now)
-            self._make_copies(answer.copies, now)
+                self._learn_kept(answer.record.generation, now)
+        # Only the healer says what is to be taken from whom.
+        if event.node_id == self.healer(now):
+            self._take_health(answer, now)
         self.peers.miss(event.node_id, answer.refused)
         self._collect()
+
+    def _take_health(self, answer: Answer, now: float) -> None:
+        if self._healing is None or answer.health is None or answer.health.generation != self.kept:
+            return
+        self._healing.health = (answer.health, now)
+        self._healing.expect(answer.health.generation, answer.copies, now)
+        self._make_copies(answer.copies, now)
 
     def _on_unreachable(self, event: Unreachable, now: float) -> None:
         self.peers.miss(event.node_id, event.reason)

@@ -6,6 +6,7 @@ which copies the node has to make. Whatever is forgotten here is said again with
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,7 @@ class Healing:
         # as a holder
         self._refusals: dict[tuple[ShardId, str], tuple[Refusal, float]] = {}
         self._made: dict[tuple[ShardId, str], float] = {}
+        self._expected: dict[tuple[Generation, int], tuple[bytes, float]] = {}
         # as the healer
         self._said: dict[str, tuple[Holds, float]] = {}
         self._generation: Generation | None = None
@@ -44,6 +46,7 @@ class Healing:
         self._decided: dict[str, Holds] = {}  # what the following was decided on
         self._found: Health | None = None
         self._copies: tuple[Copy, ...] = ()
+        self._told: set[Copy] = set()  # of these, those that their targets have heard of
 
     # --- as a holder ----------------------------------------------------------------------------------------
 
@@ -61,8 +64,21 @@ class Healing:
             committed,
             tuple(one.shard.rank for one in mine),
             tuple(one.size_bytes for one in mine),
+            tuple(one.digest for one in mine),
             tuple(one for one, _ in self._refusals.values()),
         )
+
+    def expect(self, generation: Generation, copies: Iterable[Copy], now: float) -> None:
+        """Copies that the healer has announced. IMPORTANT: nobody else decides what a node takes that is not the
+        sender's own: one node that lies would put its own bytes into the memory of all others."""
+        self._expected = {key: one for key, one in self._expected.items() if now - one[1] <= self._patience}
+        for copy in copies:
+            if copy.target == self._node_id and copy.digest:
+                self._expected[generation, copy.rank] = (copy.digest, now)
+
+    def is_expected(self, shard: ShardId, digest: bytes, now: float) -> bool:
+        expected, at = self._expected.get((shard.generation, shard.rank), (b"", now))
+        return expected == digest and now - at <= self._patience
 
     def note_made(self, shard: ShardId, target: str, now: float) -> None:
         """The healer does not know it yet, and asks for it once more."""
@@ -88,7 +104,10 @@ class Healing:
         for rank, report in reports.items():
             for node in report.holders:
                 ranks_of.get(node, set()).add(rank)
-        live = {n: Holds(generation, world, True, tuple(sorted(r)), (0,) * len(r)) for n, r in ranks_of.items()}
+        live = {}
+        for node, ranks in ranks_of.items():
+            digests = tuple(reports[rank].digest for rank in sorted(ranks))
+            live[node] = Holds(generation, world, True, tuple(sorted(ranks)), (0,) * len(ranks), digests)
         self._generation, self._since, self._looked_at, self._copies = generation, now, now, ()
         self._decided = live
         self._found = self._decide(generation, live)
@@ -119,16 +138,19 @@ class Healing:
             self._found = self._decide(mine.generation, live)
         if self._found is not None:
             self.health = (self._found, now)
+        self.expect(mine.generation, self.copies_for(self._node_id), now)
 
     def answer_to(self, node_id: str) -> tuple[Health | None, tuple[Copy, ...]]:
         """What a node hears that has told what it has; nothing where this one is not the healer."""
         if self._looked_at is None or self._found is None:
             return None, ()
-        return self._found, self.copies_from(node_id)
+        return self._found, self.copies_for(node_id)
 
-    def copies_from(self, node_id: str) -> tuple[Copy, ...]:
-        """What the node has to do now."""
-        return tuple(one for one in self._copies if one.source == node_id and not self._is_there(one))
+    def copies_for(self, node_id: str) -> tuple[Copy, ...]:
+        """What the node has to expect and, once its target has heard of it, to make."""
+        missing = [one for one in self._copies if not self._is_there(one)]
+        self._told.update(one for one in missing if one.target == node_id)
+        return tuple(one for one in missing if one.target == node_id or (one.source == node_id and one in self._told))
 
     def _is_there(self, copy: Copy) -> bool:
         """The target has said so since the copy was decided on."""
@@ -141,17 +163,23 @@ class Healing:
         if not world:
             return None  # no live node has a shard of it: nobody knows how many there were
         session = self._session
-        holdings = {node: [rank for rank in holds.ranks if rank < world] for node, holds in live.items()}
+        contents, differ = _agreed(live, world)
+        holdings = {
+            node: [r for r, digest in zip(holds.ranks, holds.digests, strict=True) if contents.get(r) == digest]
+            for node, holds in live.items()
+        }
         holders = holders_of(holdings)
-        self._copies, reason = heal(
+        copies, reason = heal(
             holdings,
             session.members,
             session.replicas,
-            running=self._copies,
+            running=[replace(copy, digest=b"") for copy in self._copies],
             refused={(one.rank, one.target) for holds in live.values() for one in holds.refusals},
             preferred=lambda rank: self._homes(rank, world),
             per_node=self._per_node,
         )
+        self._copies = tuple(replace(copy, digest=contents[copy.rank]) for copy in copies)
+        self._told.intersection_update(self._copies)
         problems = sorted({f"{one.target}: {one.reason}" for holds in live.values() for one in holds.refusals})
         wanted = min(session.replicas, len(session.members) - 1) + 1
         goal = min(wanted, len(live))
@@ -173,10 +201,10 @@ class Healing:
             at_risk_count=len(at_risk),
             left_copies=sum(left.values()),
             left_bytes=sum(sizes[rank] * count for rank, count in left.items()),
-            running=self._copies[:_SHOWN],
+            running=copies[:_SHOWN],
             missing=tuple(m.node_id for m in session.members if m.node_id not in live)[:_SHOWN],
             survival=survival(holders, world, {m.node_id: m.domain for m in session.members if m.node_id in live}),
-            reason="; ".join([reason, *problems[:_SHOWN]]),
+            reason="; ".join([reason, *differ[:_SHOWN], *problems[:_SHOWN]]),
         )
 
     def _homes(self, rank: int, world: int) -> Collection[str]:
@@ -185,3 +213,22 @@ class Healing:
             return ()
         owner = next((m.node_id for m in self._session.members if rank in m.ranks), "")
         return (owner, *self._placement.buddies(rank))
+
+
+def _agreed(live: Mapping[str, Holds], world: int) -> tuple[dict[int, bytes], list[str]]:
+    """By rank, the content that most holders have, and what is said of shards of which no content has most."""
+    votes: dict[int, dict[bytes, int]] = {}
+    for holds in live.values():
+        for rank, digest in zip(holds.ranks, holds.digests, strict=True):
+            if rank < world:
+                counts = votes.setdefault(rank, {})
+                counts[digest] = counts.get(digest, 0) + 1
+    found, differ = {}, []
+    for rank, counts in votes.items():
+        most = max(counts.values())
+        best = [digest for digest, count in counts.items() if count == most]
+        if len(best) == 1:
+            found[rank] = best[0]
+        else:
+            differ.append(f"copies of shard {rank} differ")
+    return found, differ

@@ -117,7 +117,7 @@ def _health(found: Health, heard_at: float, kept: Generation, now: float) -> dic
         "healing": {
             "copies": found.left_copies,
             "size_bytes": found.left_bytes,
-            "running": [dataclasses.asdict(one) for one in found.running],
+            "running": [{"rank": one.rank, "source": one.source, "target": one.target} for one in found.running],
             "reason": found.reason,
         },
         "missing_nodes": list(found.missing),

@@ -454,6 +454,7 @@ def _to_holds(holds: wire.Holds) -> peer_pb2.Holds:
         committed=holds.committed,
         ranks=holds.ranks,
         sizes_bytes=holds.sizes_bytes,
+        digests=holds.digests,
         refusals=[
             peer_pb2.Refusal(rank=one.rank, target=one.target, reason=shorten(one.reason, _MAX_TEXT_BYTES))
             for one in holds.refusals[:_MAX_COPIES]
@@ -468,12 +469,15 @@ def _from_holds(message: peer_pb2.Holds) -> wire.Holds:
         raise _refused("ranks", f"ascending, below world {world}", shorten(str(ranks), 100))
     if len(message.sizes_bytes) != len(ranks):
         raise _refused("sizes_bytes", f"as many as ranks: {len(ranks)}", len(message.sizes_bytes))
+    if len(message.digests) != len(ranks):
+        raise _refused("digests", f"as many as ranks: {len(ranks)}", len(message.digests))
     return wire.Holds(
         needed(message, "generation", from_generation),
         world,
         message.committed,
         ranks,
         tuple(_integer(size, "sizes_bytes") for size in message.sizes_bytes),
+        tuple(map(digest16, message.digests)),
         tuple(
             wire.Refusal(one.rank, name(one.target, "target"), _line(one.reason, "reason"))
             for one in _bounded(message.refusals, "refusals", _MAX_COPIES)
@@ -482,11 +486,12 @@ def _from_holds(message: peer_pb2.Holds) -> wire.Holds:
 
 
 def _to_copy(copy: wire.Copy) -> peer_pb2.Copy:
-    return peer_pb2.Copy(rank=copy.rank, source=copy.source, target=copy.target)
+    return peer_pb2.Copy(rank=copy.rank, source=copy.source, target=copy.target, digest=copy.digest)
 
 
 def _from_copy(message: peer_pb2.Copy) -> wire.Copy:
-    return wire.Copy(message.rank, name(message.source, "source"), name(message.target, "target"))
+    digest = digest16(message.digest) if message.digest else b""
+    return wire.Copy(message.rank, name(message.source, "source"), name(message.target, "target"), digest)
 
 
 def _to_health(health: wire.Health) -> peer_pb2.Health:

@@ -107,6 +107,23 @@ def test_a_generation_of_another_launch(arena, channel):
     assert "to give away" in refusal(channel, arena.opening(shard))
 
 
+def test_what_is_kept_and_was_not_announced(arena, channel):
+    """Who heals may give away what others wrote; a member that nobody asked may not."""
+    for rank in {0, 1, 2} - {arena.rank}:
+        shard = arena.forged(rank=rank, step=arena.step, seq=1)
+        assert "to give away" in refusal(channel, arena.opening(shard))
+    answer = tell(
+        channel, arena.tell_request(holds=peer_pb2.Holds(generation=arena.generation(1 << 40), committed=True))
+    )
+    assert answer.refused == ""
+    assert arena.status()["kept"]["step"] == arena.step
+    other = 3 - arena.rank
+    with arena.channel(arena.traitor(), index=other) as to_other:
+        holds = peer_pb2.Holds(generation=arena.generation(1 << 40), committed=True)
+        assert tell(to_other, arena.tell_request(receiver=arena.node(other), holds=holds)).refused == ""
+    assert arena.world.status(other)["kept"]["step"] == arena.step
+
+
 def record(arena, step):
     return common_pb2.Record(generation=arena.generation(step), world=3, replicas=1, committed_at=1.0)
 

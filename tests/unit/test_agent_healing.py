@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from flashckpt.agent.core import AgentCore, Limits
@@ -196,7 +198,7 @@ def test_an_agent_that_came_back_blank_gets_its_own_shard_and_learns_what_was_lo
     cluster.run(2)
     cluster.dead.add("n2")
     cluster.start("n2")
-    cluster.run(3)
+    cluster.run(5)
     assert cluster.cores["n2"].base == BASE
     assert cluster.copies(BASE) == {0: ["n0", "n1"], 1: ["n1", "n2"], 2: ["n0", "n2"]}
 
@@ -274,7 +276,7 @@ def test_a_healer_that_was_paused_does_not_take_the_others_for_lost():
 def test_nobody_heals_in_the_name_of_a_launch_that_is_over():
     cluster = Cluster(3, base=BASE, holdings={"n0": [0, 1, 2], "n1": [], "n2": []})
     for core in cluster.cores.values():
-        core.handle(Told(Envelope("x", Launch(300, 1), None, Holds(BASE, 3, True, (), ()))), cluster.now)
+        core.handle(Told(Envelope("x", Launch(300, 1), None, Holds(BASE, 3, True, (), (), ()))), cluster.now)
     cluster.run(5)
     assert cluster.pushed == []
 
@@ -290,6 +292,15 @@ def core_with_base(node="n1", nodes=3):
     return core
 
 
+def announce(core, rank, digest=None, now=0.5, node="n0"):
+    """The healer tells of a copy that will come to this node, or that this node has to make."""
+    told = Cluster(3, base=BASE, holdings={"n0": [0, 1, 2], "n1": [], "n2": []})
+    told.run(2)
+    copy = Copy(rank, "n2", core.node_id, digest or b"%16d" % rank)
+    answer = Answer(NEW, FENCE, None, (), base=BASE, health=told.health("n0"), copies=(copy,))
+    core.handle(Answered(node, answer), now)
+
+
 def put(generation, rank=0, world=3, sender="n2", launch=NEW):
     one = held(generation, rank, world)
     return PutAsked(PutOpen(sender, launch, FENCE, one.shard, one.tag, one.digest, one.size_bytes, 64))
@@ -297,6 +308,7 @@ def put(generation, rank=0, world=3, sender="n2", launch=NEW):
 
 def test_only_what_is_kept_is_taken_from_somebody_who_does_not_own_it():
     core = core_with_base()
+    announce(core, 0)
     assert core.handle(put(BASE), 1.0) == [Accept(heals=True)]
     other = BASE._replace(step=4)
     (declined,) = core.handle(put(other), 1.0)
@@ -308,9 +320,43 @@ def test_only_what_is_kept_is_taken_from_somebody_who_does_not_own_it():
     assert "no member" in declined.answer.reason
 
 
+def test_only_what_the_healer_has_announced_is_taken():
+    """One member that lies must not put its own bytes into the memory of the others."""
+    core = core_with_base()
+    (declined,) = core.handle(put(BASE), 1.0)
+    assert "is not n2's to give away" in declined.answer.reason
+    announce(core, 0, digest=b"other bytes 1234")
+    assert isinstance(core.handle(put(BASE), 1.0)[0], Decline)
+    announce(core, 0, node="n2")
+    assert isinstance(core.handle(put(BASE), 1.0)[0], Decline), "n2 is not the healer"
+    announce(core, 1)
+    assert isinstance(core.handle(put(BASE), 1.0)[0], Decline)
+    announce(core, 0, now=1.0)
+    assert core.handle(put(BASE), 2.0) == [Accept(heals=True)]
+    assert isinstance(core.handle(put(BASE), 12.0)[0], Decline), "that was long ago"
+
+
+def test_copies_that_differ_are_not_healed_and_one_that_differs_does_not_count():
+    cluster = Cluster(4, base=BASE, holdings={"n0": [0, 1], "n1": [0, 1], "n2": [0, 1], "n3": []})
+    forged = Held(ShardId(BASE, 0, 4), b"other bytes 1234", 4096, 0)
+    cluster.cores["n2"].held[forged.shard] = forged
+    cluster.cores["n2"].held[ShardId(BASE, 1, 4)] = replace(forged, shard=ShardId(BASE, 1, 4))
+    cluster.cores["n1"].held.pop(ShardId(BASE, 1, 4))
+    cluster.run(3)
+    assert "copies of shard 1 differ" in cluster.health("n0").reason
+    assert cluster.pushed == []
+    assert cluster.health("n0").lost_count == 3, "of shards 1 to 3 nobody knows the content"
+    cluster.cores["n1"].held.pop(ShardId(BASE, 0, 4))
+    cluster.cores["n2"].held.pop(ShardId(BASE, 1, 4))
+    cluster.cores["n2"].held.pop(ShardId(BASE, 0, 4))
+    cluster.run(3)
+    assert {rank for rank, _, _ in cluster.pushed} == {0, 1}
+
+
 def test_a_copy_that_arrives_for_a_launch_that_is_over_does_not_count():
     core = core_with_base()
-    core.handle(put(BASE), 1.0)
+    announce(core, 0)
+    assert core.handle(put(BASE), 1.0) == [Accept(heals=True)]
     core.handle(Begun(session(3, launch=Launch(300, 1))), 2.0)
     core.handle(FencePut(Launch(300, 1), Fence(BASE.step, 300, 1), BASE), 2.0)
     assert not any(isinstance(e, Acknowledge) for e in core.handle(Received("n2", NEW, held(BASE, 0, 3)), 3.0))
@@ -318,6 +364,7 @@ def test_a_copy_that_arrives_for_a_launch_that_is_over_does_not_count():
 
 def test_a_copy_that_is_there_is_not_sent_again():
     core = core_with_base()
+    announce(core, 0)
     core.handle(Received("n2", NEW, held(BASE, 0, 3)), 1.0)
     assert core.handle(put(BASE), 1.0) == [Decline(PutHave(b"%16d" % 0))]
 
@@ -353,10 +400,18 @@ def test_hearsay_of_a_commit_heals_and_frees_nothing():
     core = AgentCore("n1", LIMITS)
     older, newer = (Generation(NEW.epoch, NEW.nonce, step, 1) for step in (1, 2))
     core.handle(Started((held(older, 1, 3), held(newer, 1, 3)), None, (), session(3)), 0.0)
-    core.handle(Answered("n2", Answer(NEW, None, Record(newer, 3, 1, 0.0), ())), 1.0)
+    says = Answered("n2", Answer(NEW, None, Record(newer, 3, 1, 0.0), ()))
+    core.handle(says, 1.0)
+    assert core.kept is None, "the coordinator answers, as far as is known"
+    core.handle(Tick(), 1.0)
+    core.handle(Tick(), 12.0)
+    core.handle(says, 12.0)
     assert core.kept == newer
     assert core.threshold is None
     assert {shard.generation for shard in core.held} == {older, newer}
+    core.handle(Answered("n0", Answer(NEW, None, Record(older, 3, 1, 0.0), ())), 13.0)
+    core.handle(Tick(), 13.0)
+    assert core.kept == older, "its own word counts again"
 
 
 def test_a_copy_is_made_only_of_what_this_node_has_and_for_a_member():
@@ -366,7 +421,14 @@ def test_a_copy_is_made_only_of_what_this_node_has_and_for_a_member():
     cluster = Cluster(3, base=BASE, holdings={"n0": [0, 1, 2], "n1": [], "n2": []})
     cluster.run(2)
     health = cluster.health("n0")
-    copies = (Copy(0, "n1", "n0"), Copy(1, "n1", "n0"), Copy(0, "n2", "n0"), Copy(0, "n1", "stranger"))
+    digests = [b"%16d" % rank for rank in range(2)]
+    copies = (
+        Copy(0, "n1", "n0", digests[0]),
+        Copy(0, "n1", "n2", b"other bytes 1234"),
+        Copy(1, "n1", "n0", digests[1]),
+        Copy(0, "n2", "n0", digests[0]),
+        Copy(0, "n1", "stranger", digests[0]),
+    )
     effects = core.handle(Answered("n0", Answer(NEW, FENCE, None, (), base=BASE, health=health, copies=copies)), 2.0)
     assert [(e.held.shard.rank, e.node_id) for e in effects if isinstance(e, Push)] == [(0, "n0")]
 

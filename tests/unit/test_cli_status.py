@@ -206,7 +206,10 @@ def test_what_is_kept_is_shown_with_the_losses_it_would_survive(store, capsys):
     core.handle(Tick(), 1.0)
     shown = status.overview_of(view(store, JOB), seen_by(core, store, 1.0), time.time())
     assert shown["kept"]["health"] is None, "node-b may still speak"
-    core.handle(Told(Envelope("node-b", SESSION.launch, None, Holds(generation(10), 3, True, (2,), (1,)))), 2.0)
+    core.handle(
+        Told(Envelope("node-b", SESSION.launch, None, Holds(generation(10), 3, True, (2,), (1,), (bytes([2]) * 16,)))),
+        2.0,
+    )
     core.handle(Tick(), 2.0)
     shown = status.overview_of(view(store, JOB), seen_by(core, store, 2.5), time.time())
     assert shown["kept"]["health"]["survives"]["words"] == "nothing may be lost: node-a holds the only copy of shard 0"

@@ -34,7 +34,7 @@ records = st.builds(Record, generations, worlds, small, st.floats(allow_nan=Fals
 voids = st.lists(generations, max_size=4).map(tuple)
 few_names = st.lists(names, max_size=4).map(tuple)
 few_ranks = st.lists(small, max_size=4).map(tuple)
-copies = st.lists(st.builds(wire.Copy, small, names, names), max_size=4).map(tuple)
+copies = st.lists(st.builds(wire.Copy, small, names, names, st.just(b"") | digests), max_size=4).map(tuple)
 
 
 @st.composite
@@ -42,8 +42,8 @@ def holdings(draw):
     ranks = sorted(draw(st.sets(st.integers(0, (1 << 24) - 1), max_size=5)))
     world = draw(st.integers(ranks[-1] + 1 if ranks else 0, 1 << 24))
     refusals = draw(st.lists(st.builds(wire.Refusal, small, names, plain), max_size=3))
-    sizes = tuple(draw(counts) for _ in ranks)
-    return wire.Holds(draw(generations), world, draw(st.booleans()), tuple(ranks), sizes, tuple(refusals))
+    sizes, told = tuple(draw(counts) for _ in ranks), tuple(draw(digests) for _ in ranks)
+    return wire.Holds(draw(generations), world, draw(st.booleans()), tuple(ranks), sizes, told, tuple(refusals))
 
 
 survivals = st.builds(
@@ -224,6 +224,7 @@ REFUSED = {
     "body": tell(),
     "holders": tell(report=peer_pb2.Report(shard=SHARD, digest=bytes(16), holders=[""])),
     "ranks": tell(holds=peer_pb2.Holds(generation=GENERATION, world=2, ranks=[2], sizes_bytes=[1])),
+    "digests": tell(holds=peer_pb2.Holds(generation=GENERATION, world=2, ranks=[1], sizes_bytes=[1])),
     "sizes_bytes": tell(holds=peer_pb2.Holds(generation=GENERATION, world=2, ranks=[1])),
     "target": (convert.from_answer, peer_pb2.TellResponse(copies=[peer_pb2.Copy(source="a")])),
     "survival": (convert.from_answer, peer_pb2.TellResponse(health=peer_pb2.Health(generation=GENERATION, world=1))),
