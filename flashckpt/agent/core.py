@@ -923,6 +923,9 @@ class AgentCore:
         self._collect()
 
     def _take_health(self, answer: Answer, now: float) -> None:
+        if answer.health is not None and answer.health.committed:
+            # The healer itself may know it from others only, and then has no record to show.
+            self._learn_kept(answer.health.generation, now)
         if self._healing is None or answer.health is None or answer.health.generation != self.kept:
             return
         self._healing.health = (answer.health, now)
