@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 Kind = Literal["loopback", "netns"]
 _NETNS_MEMORY_BYTES = 1 << 30
 _CHECK_SECONDS = 0.05
+# After how long torchrun takes a silent node for lost (5 beats of 2 s), and how long it waits for more nodes once
+# there are enough.
+_ELASTIC = {"keep_alive_interval": 2, "keep_alive_max_attempt": 5, "last_call_timeout": 5}
 
 
 class Cluster:
@@ -154,7 +157,7 @@ class Cluster:
 
     def _network(self) -> Callable[[int, str], Host]:
         if self.kind == "loopback":
-            return lambda index, _: LoopbackHost(index)
+            return lambda *_: LoopbackHost()
         switch = netns.Switch()
         self._cleanup.callback(switch.close)
         return switch.plug
@@ -168,34 +171,50 @@ class Cluster:
         nodes: int | Sequence[Node] | None = None,
         nproc_per_node: int | Sequence[int] | None = None,
         max_restarts: int = 0,
+        elastic: tuple[int, int] | None = None,
+        join: Launch | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> Launch:
         """A real torchrun on each node; ranks are numbered in the order of the nodes. Does not wait.
 
         `nodes`: all of them by default, the first so many, or these. `nproc_per_node`: the cluster's by default.
-        `script` is a file, or `-m` with the module as first argument.
+        `script` is a file, or `-m` with the module as first argument. `elastic`: the fewest and the most nodes that
+        the launch may have; `join`: the launch of that kind that these nodes come to.
         """
         nodes, counts = self._who(nodes, nproc_per_node)
-        endpoint = f"{nodes[0].host.rendezvous_address}:{nodes[0].host.free_port()}"
-        mark = secrets.token_hex(8)
+        mark = secrets.token_hex(8) if join is None else join.mark
+        taken = 0 if join is None else len(join.nodes)
+        addresses = [node.host.rendezvous_address(taken + position) for position, node in enumerate(nodes)]
+        if addresses != sorted(addresses):
+            raise ConfigError(
+                f"nodes: expected them in the order of their addresses, found {addresses}",
+                hint="torchrun numbers nodes by address; kind='loopback' gives them any order",
+            )
+        endpoint = f"{addresses[0]}:{nodes[0].host.free_port()}" if join is None else join.endpoint
+        marked = {**(environment or {}), LAUNCH_MARK: mark}
+        if max_restarts:
+            # Else restarted workers meet the addresses of their dead predecessors in a store that torchrun keeps.
+            marked["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         started = []
         for position, (node, count) in enumerate(zip(nodes, counts, strict=True)):
+            rendezvous = {"is_host": int(join is None and position == 0), **(_ELASTIC if elastic else {})}
             argv = [
                 *(sys.executable, "-m", "torch.distributed.run"),
-                f"--nnodes={len(nodes)}",
+                f"--nnodes={len(nodes) if elastic is None else f'{elastic[0]}:{elastic[1]}'}",
                 f"--nproc-per-node={count}",
                 f"--max-restarts={max_restarts}",
                 "--rdzv-backend=c10d",
                 f"--rdzv-id={mark}",
                 f"--rdzv-endpoint={endpoint}",
-                f"--rdzv-conf=is_host={int(position == 0)}",
-                f"--local-addr={node.host.rendezvous_address}",
+                f"--rdzv-conf={','.join(f'{name}={value}' for name, value in rendezvous.items())}",
+                f"--local-addr={addresses[position]}",
                 str(script),
                 *arguments,
             ]
-            marked = {**(environment or {}), LAUNCH_MARK: mark}
             started.append(node.start(argv, environment=marked, what=f"torchrun on {node.name}"))
-        return self._launched(mark, nodes, counts, started)
+        launch = self._launched(mark, nodes, counts, started)
+        launch.endpoint = endpoint
+        return launch
 
     def start(
         self,

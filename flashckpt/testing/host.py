@@ -26,9 +26,8 @@ class Host(Protocol):
     def address(self) -> str:
         """What other nodes reach this one at."""
 
-    @property
-    def rendezvous_address(self) -> str:
-        """A name of this node for torchrun, which numbers nodes in the order of these texts."""
+    def rendezvous_address(self, position: int) -> str:
+        """The address of the node that comes at `position` in a launch; torchrun numbers nodes by these texts."""
 
     @property
     def interface(self) -> str: ...
@@ -61,9 +60,8 @@ class LoopbackHost:
     interface = "lo"
     address = "127.0.0.1"
 
-    def __init__(self, index: int) -> None:
-        # The whole of 127/8 is this machine.
-        self.rendezvous_address = f"127.0.0.{FIRST_HOST + index}"
+    def rendezvous_address(self, position: int) -> str:
+        return f"127.0.0.{FIRST_HOST + position}"  # the whole of 127/8 is this machine
 
     def wrap(self, argv: list[str]) -> list[str]:
         return argv

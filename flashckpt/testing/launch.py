@@ -79,6 +79,7 @@ class Launch:
         self.nodes = tuple(nodes)
         self.processes = tuple(started)
         self.owners = tuple(owners)  # by rank: the node it runs on
+        self.endpoint = ""  # where torchrun's rendezvous is, if torchrun started it
 
     @property
     def world(self) -> int:

@@ -123,7 +123,7 @@ class NetnsHost:
 
     def __init__(self, switch: Switch, index: int, name: str) -> None:
         number = FIRST_HOST + index
-        self.address = self.rendezvous_address = f"10.77.0.{number}"
+        self.address = f"10.77.0.{number}"
         self.address6 = f"fd77::{number}"
         self._switch = switch
         self._port = f"port{index}"
@@ -145,6 +145,9 @@ class NetnsHost:
         except BaseException:
             self.close()
             raise
+
+    def rendezvous_address(self, position: int) -> str:
+        return self.address
 
     def wrap(self, argv: list[str]) -> list[str]:
         return self._namespace.wrap(argv)

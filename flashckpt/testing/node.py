@@ -180,8 +180,12 @@ class Node:
         self.wipe()
         self.host.heal()
         if name is not None:
-            self.host.rename(name)
-            self.name = name
+            self.rename(name)
+
+    def rename(self, name: str) -> None:
+        """For processes started from now on."""
+        self.host.rename(name)
+        self.name = name
 
     def pause(self, which: Which = "all") -> list[int]:
         """SIGSTOP; returns once they stand still, with their pids."""
