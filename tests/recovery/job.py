@@ -39,6 +39,7 @@ class Job:
         else:
             launch = self.cluster.torchrun(SCRIPT, *argv, **where)
         attempt = Attempt(launch, directory, self)
+        attempt.argv, attempt.where = argv, where
         self.attempts.append(attempt)
         return attempt
 
@@ -75,6 +76,8 @@ class Attempt(Trainers):
     def __init__(self, launch, directory, job):
         super().__init__(launch, directory)
         self.job = job
+        self.elastic = False  # torchrun goes on when it loses nodes
+        self.joined = []  # launches of nodes that came later
 
     def all_events(self):
         """Of all ranks that there ever were: with elastic launches their number changes."""
@@ -114,7 +117,18 @@ class Attempt(Trainers):
         return self
 
     def pid(self, rank):
-        return self.wait_for("started", ranks=[rank])[rank]["pid"]
+        """Of the trainer that was started last as this rank."""
+        self.wait_for("started", ranks=[rank])
+        return [one["pid"] for one in self.events(rank) if one["event"] == "started"][-1]
+
+    def join(self, *nodes):
+        """More nodes come to an elastic launch."""
+        again = {"nodes": nodes, "join": self.launch}
+        self.joined.append(self.job.cluster.torchrun(SCRIPT, *self.argv, **{**self.where, **again}))
+
+    def _ended(self):
+        ended = super()._ended()
+        return ended if not self.elastic or len(ended) == len(self.launch.processes) else []
 
     def kill_rank(self, rank):
         """SIGKILL to one trainer; returns once its launcher has noticed."""
@@ -167,6 +181,19 @@ def arm(node, directory, *, trainer="", agent=""):
         FLASHCKPT_FAILPOINTS_LOG=str(fired),
     )
     return fired
+
+
+def prepare_to_copy_nothing(*nodes, directory):
+    """Before a launch: agents that work, and trainers that would start others, which can't copy to other nodes."""
+    start_agents(*nodes)
+    for node in nodes:
+        arm(node, directory, agent="before_push=error(EIO)")
+
+
+def copy_nothing(*nodes):
+    """From now on what is saved stays on its own node."""
+    for node in nodes:
+        os.kill(node.agent_pid(), signal.SIGKILL)
 
 
 def disarm(node):

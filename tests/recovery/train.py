@@ -9,7 +9,7 @@ What happened goes to DIRECTORY/rank<N>.jsonl, an event a line:
 | refused | type, code, message of what load() raised; the rank ends with code 3 |
 | step | step, loss, own, whole |
 | saved | step, outcome, level, reason |
-| holding | step; the rank goes on when DIRECTORY/go-<step> is there |
+| holding | step, world; the rank goes on when DIRECTORY/go-<step> is there |
 | done | |
 
 `own` is a digest of every bit of this rank's state, random generator included; `whole` one of the state of all ranks
@@ -125,8 +125,12 @@ def told(journal, training, step):
 
 def run(options, journal, training, checkpointer):
     resumed = resume(options, journal, training, checkpointer)
+    if options.hold_loaded:
+        hold(options.directory, journal, resumed.step if resumed else 0)
     for step in range(resumed.step + 1 if resumed else 1, options.until + 1):
         told(journal, training, step)
+        if step in options.hold_unsaved:
+            hold(options.directory, journal, step)
         if step % options.every == 0:
             save(options, journal, checkpointer, step, training.capture())
         if step in options.hold:
@@ -167,7 +171,7 @@ def save(options, journal, checkpointer, step, state):
 
 
 def hold(directory, journal, step):
-    journal.tell("holding", step=step)
+    journal.tell("holding", step=step, world=dist.get_world_size())
     deadline = time.monotonic() + HOLD_SECONDS
     while not (directory / f"go-{step}").exists():
         if time.monotonic() > deadline:
@@ -189,6 +193,8 @@ def parse_arguments():
     parser.add_argument("--level", default="", help="to wait for after each save")
     parser.add_argument("--level-until", type=int, default=1 << 30, help="the last step that waits")
     parser.add_argument("--hold", type=numbers, default=(), help="steps to wait after, with commas between")
+    parser.add_argument("--hold-unsaved", type=numbers, default=(), help="steps to wait before saving of")
+    parser.add_argument("--hold-loaded", action="store_true", help="wait after the load")
     parser.add_argument("--load-step", type=int)
     parser.add_argument("--allow-fresh", action="store_true")
     return parser.parse_args()
