@@ -70,6 +70,8 @@ class Node:
             "OMP_NUM_THREADS": "1",
             # Else gloo looks for the address of the host's name, which no name server knows.
             "GLOO_SOCKET_IFNAME": self.host.interface,
+            # torch asks for the names of addresses; where a name server is told of but not reached, that takes long.
+            "RES_OPTIONS": "attempts:1 timeout:1",
             **{f"FLASHCKPT_{name}": value for name, value in settings.items()},
             **self._extra,
         }
