@@ -173,13 +173,15 @@ class Cluster:
         max_restarts: int = 0,
         elastic: tuple[int, int] | None = None,
         join: Launch | None = None,
+        endpoint: str = "",
         environment: Mapping[str, str] | None = None,
     ) -> Launch:
         """A real torchrun on each node; ranks are numbered in the order of the nodes. Does not wait.
 
         `nodes`: all of them by default, the first so many, or these. `nproc_per_node`: the cluster's by default.
         `script` is a file, or `-m` with the module as first argument. `elastic`: the fewest and the most nodes that
-        the launch may have; `join`: the launch of that kind that these nodes come to.
+        the launch may have; `join`: the launch of that kind that these nodes come to. `endpoint`: host:port of a
+        rendezvous that somebody else keeps; by default the first node does.
         """
         nodes, counts = self._who(nodes, nproc_per_node)
         mark = secrets.token_hex(8) if join is None else join.mark
@@ -190,14 +192,18 @@ class Cluster:
                 f"nodes: expected them in the order of their addresses, found {addresses}",
                 hint="torchrun numbers nodes by address; kind='loopback' gives them any order",
             )
-        endpoint = f"{addresses[0]}:{nodes[0].host.free_port()}" if join is None else join.endpoint
+        is_ours = join is None and not endpoint
+        if join is not None:
+            endpoint = join.endpoint
+        elif is_ours:
+            endpoint = f"{addresses[0]}:{nodes[0].host.free_port()}"
         marked = {**(environment or {}), LAUNCH_MARK: mark}
         if max_restarts:
             # Else restarted workers meet the addresses of their dead predecessors in a store that torchrun keeps.
             marked["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         started = []
         for position, (node, count) in enumerate(zip(nodes, counts, strict=True)):
-            rendezvous = {"is_host": int(join is None and position == 0), **(_ELASTIC if elastic else {})}
+            rendezvous = {"is_host": int(is_ours and position == 0), **(_ELASTIC if elastic else {})}
             argv = [
                 *(sys.executable, "-m", "torch.distributed.run"),
                 f"--nnodes={len(nodes) if elastic is None else f'{elastic[0]}:{elastic[1]}'}",
