@@ -129,6 +129,8 @@ class _Run:
         failpoint("before_retrieve")
         if self._shell.standing_of_session()[0] is None:
             raise FencedError(f"{self._shell.options.node_id} works for no launch, or a newer one has begun elsewhere")
+        # A copy that a trainer found bad and set aside is asked for because of that: it must not count as held.
+        self._shell.look_around()
         for one in self._retrievals:
             self._start(one)
         told_at = 0.0
