@@ -219,7 +219,7 @@ class Cluster:
             ]
             started.append(node.start(argv, environment=marked, what=f"torchrun on {node.name}"))
         launch = self._launched(mark, nodes, counts, started)
-        launch.endpoint = endpoint
+        launch.endpoint, launch.is_elastic = endpoint, elastic is not None
         return launch
 
     def start(
@@ -326,6 +326,8 @@ class Cluster:
 
     def _owners_by_world(self) -> dict[int, tuple[str, ...]]:
         """Names of the nodes that ranks ran on, where all launches with as many ranks agree on that."""
+        if any(launch.is_elastic for launch in self.launches):
+            return {}
         layouts: dict[int, set[tuple[str, ...]]] = {}
         for launch in self.launches:
             layouts.setdefault(launch.world, set()).add(tuple(node.name for node in launch.owners))

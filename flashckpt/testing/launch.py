@@ -80,6 +80,7 @@ class Launch:
         self.processes = tuple(started)
         self.owners = tuple(owners)  # by rank: the node it runs on
         self.endpoint = ""  # where torchrun's rendezvous is, if torchrun started it
+        self.is_elastic = False  # torchrun numbers the ranks anew when nodes come and go
 
     @property
     def world(self) -> int:
