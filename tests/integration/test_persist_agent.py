@@ -91,6 +91,7 @@ def test_to_wait_for_persisted_asks_for_a_flush(make, memory_dir, tmp_path):
     assert listed["level"] == "persisted"
 
 
+@pytest.mark.slow
 def test_what_is_flushed_stays_in_memory_while_training_goes_on(make, memory_dir, tmp_path):
     checkpointer = make(persist_max_mbps=2.0)  # 400 kB take 1.6 s
     first = checkpointer.save(1, state(1))
@@ -106,6 +107,7 @@ def test_what_is_flushed_stays_in_memory_while_training_goes_on(make, memory_dir
     )
 
 
+@pytest.mark.slow
 def test_every_interval_is_flushed_by_itself(make, memory_dir, tmp_path):
     checkpointer = make(persist_interval=5, keep_latest_k=2)
     for step in range(1, 21):
@@ -116,6 +118,7 @@ def test_every_interval_is_flushed_by_itself(make, memory_dir, tmp_path):
     assert persist_status(memory_dir)["flushes"] == 4
 
 
+@pytest.mark.slow
 def test_the_newest_generation_is_flushed_when_the_trainers_end(memory_dir, tmp_path):
     """Killed, not closed: nobody asked for anything."""
     code = (
@@ -148,6 +151,7 @@ def test_an_agent_that_is_told_to_stop_flushes_first(make, memory_dir, tmp_path)
     assert plain_load(tmp_path / "out" / "latest")["step"] == 7
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_is_an_outcome_and_the_next_attempt_succeeds(make, memory_dir, tmp_path, monkeypatch):
     out = tmp_path / "out"
     monkeypatch.setenv("FLASHCKPT_TESTING", "1")

@@ -1,0 +1,103 @@
+"""Flushes that are killed or fail anywhere, again and again: what `latest` names is whole after every one of them."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import flashckpt
+from flashckpt import failpoints
+from flashckpt.persist.catalog import damaged, list_steps
+from flashckpt.persist.flush import flush
+from flashckpt.persist.spec import FlushSpec
+from flashckpt.persist.storage import open_storage
+from flashckpt.types import PersistSettings
+
+POINTS = ["before_flush", "mid_flush", "before_persist_rename", "after_persist_rename", "before_latest", "mid_delete"]
+ACTIONS = ["kill", "error(ENOSPC)", "error(EDQUOT)", "error(EIO)"]
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+
+def content(step, attempt):
+    return torch.full((2000,), float(step)) + torch.arange(2000) * attempt
+
+
+def flush_in_child(spec, armed, log):
+    """True where it said that it went well."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.environ.update(FLASHCKPT_TESTING="1", FLASHCKPT_FAILPOINTS=armed, FLASHCKPT_FAILPOINTS_LOG=str(log))
+            failpoints.arm()
+            flush(spec)
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.timeout(280)
+def test_latest_is_whole_on_every_cycle(memory_dir, tmp_path, seed):
+    chance = random.Random(seed)
+    out, log = tmp_path / "out", tmp_path / "fired"
+    storage = open_storage(str(out))
+    saved = {}  # generation → what it holds
+    promised = None  # the last one that a flush said to be there
+    config = flashckpt.CheckpointConfig(job="job", memory_dir=memory_dir)
+    fired = set()
+    with flashckpt.Checkpointer(config) as checkpointer:
+        step = 0
+        for cycle in range(40):
+            if chance.random() < 0.15 and step > 2:
+                checkpointer.start_fresh()  # a rollback: steps are written once more
+                step -= chance.choice([1, 2])
+            step += 1
+            handle = checkpointer.save(step, {"a": content(step, cycle), "cycle": cycle})
+            assert handle.outcome == "ok"
+            saved[handle.generation] = (step, cycle)
+            armed = f"{chance.choice(POINTS)}={chance.choice(ACTIONS)}@{chance.choice([1, 1, 2])}"
+            spec = FlushSpec(
+                job="job",
+                memory_dir=memory_dir,
+                node_id="n",
+                generation=handle.generation,
+                world=1,
+                writers=(("n", (0,)),),
+                coordinates=True,
+                attempt=f"{chance.getrandbits(64):016x}",
+                reason="test",
+                settings=PersistSettings(str(out), keep_latest_k=3, keep_every=7),
+            )
+            if flush_in_child(spec, armed if chance.random() < 0.7 else "", log):
+                promised = handle.generation
+            check(storage, out, saved, promised, f"cycle {cycle}, {armed}")
+    if log.exists():
+        fired = {line.split()[0] for line in log.read_text().splitlines()}
+    assert len(fired) >= 4, fired
+
+
+def check(storage, out, saved, promised, where):
+    steps = {one.name: one for one in list_steps(storage)}
+    latest = storage.latest()
+    if promised is not None:
+        # What a flush said to be there is there, or something newer of the same history.
+        assert latest is not None, where
+        assert steps[latest].order >= (promised.epoch, promised.nonce, promised.step), where
+    if latest is not None:
+        assert not steps[latest].problem, (where, steps[latest])
+    for one in steps.values():
+        assert not one.problem, (where, one)
+        assert damaged(storage, one) == [], where
+        expected_step, cycle = saved[one.generation]
+        got = {"a": torch.zeros(2000), "cycle": None}
+        dcp.load(got, checkpoint_id=out / one.name, no_dist=True)
+        assert got["cycle"] == cycle, where
+        assert torch.equal(got["a"], content(expected_step, cycle)), where
