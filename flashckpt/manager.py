@@ -157,7 +157,7 @@ class CheckpointManager:
         """The first step: a job that can't save, replicate or read back shows it now and not in an hour."""
         self.maybe_wait_for_staging()
         try:
-            outcome = handle.wait(Level.SEALED, self.config.save_timeout)
+            outcome = handle.wait(min(Level.REPLICATED, handle.highest_level), self.config.save_timeout)
             if outcome is Outcome.OK and not self._checkpointer.disabled:
                 self._checkpointer.read_back(handle)
         except FlashError as error:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from flashckpt.errors import ConfigError
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from flashckpt.config import CheckpointConfig
-
-SavePolicy = "Callable[[int], bool]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,8 @@ def decide(
     policy: Callable[[int], bool] | None = None,
 ) -> Decision:
     """Every rank has to come to the same answer: nothing here looks at a clock or at this rank's progress."""
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        raise ConfigError(f"step: expected an integer from 0 on, found {step!r}")
     if config.load_only:
         return Decision(False, False, "load_only is set")
     due_on_disk = config.persist_dir is not None and _due_on_disk(step, config)

@@ -1,6 +1,7 @@
 """Run by torchrun: trains a small model under a CheckpointManager; every rank writes what it did to a file of its own.
 
 manager_worker.py LAYOUT MEMORY_DIR OUT_DIR STEPS [--kill-after STEP] [--usr1 RANK:STEP] [--linger]
+    [--interval STEPS] [--persist-dir DIR]
 """
 
 import argparse
@@ -150,6 +151,9 @@ def main():
         memory_dir=options.memory_dir,
         interval=options.interval,
         persist_dir=options.persist_dir,
+        persist_interval=options.interval if options.persist_dir else None,
+        persist_on_exit=False,
+        agent_linger=120.0,
         start_timeout=120,
     )
     with flashckpt.CheckpointManager(
@@ -177,7 +181,7 @@ def main():
             if handle is not None:
                 tell("saved", step)
             if step == options.kill_after:
-                manager.wait()
+                manager.wait("persisted" if options.persist_dir else None, timeout=240)
                 dist.barrier()
                 os.kill(os.getpid(), signal.SIGKILL)
             if manager.stop_requested:

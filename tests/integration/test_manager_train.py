@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+import flashckpt
+from flashckpt.agent.start import stop_agent
 from tests.conftest import environment
 
 WORKER = Path(__file__).parent / "manager_worker.py"
@@ -46,10 +49,10 @@ def other_memory_dir():
 def run(torchrun, memory_dir, tmp_path):
     """run(name, ranks, layout, steps, …): a launch of the job whose ranks write to tmp_path/name."""
 
-    def run(name, ranks, layout, steps, *arguments, memory=memory_dir, fails=False):
+    def run(name, ranks, layout, steps, *arguments, memory=memory_dir, fails=False, **variables):
         out = tmp_path / name
         out.mkdir(exist_ok=True)
-        code, output = torchrun(ranks, WORKER, layout, memory, out, steps, *arguments)
+        code, output = torchrun(ranks, WORKER, layout, memory, out, steps, *arguments, **variables)
         assert (code != 0) == fails, output
         return out
 
@@ -81,6 +84,32 @@ def test_other_numbers_of_ranks_resume(run):
     assert {rank: one[0]["batches"] for rank, one in resumed.items()} == dict.fromkeys(range(4), 4)
     shrunk = run("one", 1, "fsdp", 9)
     assert told(shrunk, "resumed")[0][0]["step"] == 8
+
+
+def test_all_memory_is_lost_and_the_job_goes_on_from_disk_bit_exact(run, memory_dir, other_memory_dir, tmp_path):
+    disk = ("--persist-dir", str(tmp_path / "disk"))
+    agents = {"FLASHCKPT_AGENT": "auto", "FLASHCKPT_NODE_ID": "a"}
+
+    def lose_all_memory():
+        with contextlib.suppress(flashckpt.FlashError):
+            stop_agent(memory_dir, "job", 60.0, kill=True)
+        for name in os.listdir(memory_dir):
+            shutil.rmtree(os.path.join(memory_dir, name), ignore_errors=True)
+
+    try:
+        killed = run("killed", 2, "fsdp", 8, "--kill-after", "5", *disk, fails=True, **agents)
+        lose_all_memory()
+        resumed = run("resumed", 2, "fsdp", 8, *disk, **agents)
+        found = {(one["step"], one["source"]) for lines in told(resumed, "resumed").values() for one in lines}
+        assert found == {(4, "persist")}
+        lose_all_memory()
+        # On one rank: another sharding, from the same directory.
+        alone = run("alone", 1, "fsdp", 9, *disk, **agents)
+        assert told(alone, "resumed")[0][0]["source"] == "persist"
+    finally:
+        lose_all_memory()
+    whole = run("whole", 2, "fsdp", 8, memory=other_memory_dir)
+    assert {**trace(killed), **trace(resumed)} == trace(whole)
 
 
 def test_a_checkpoint_that_does_not_fit_is_refused_by_all(run, torchrun, memory_dir, tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flashckpt import CheckpointConfig
+from flashckpt import CheckpointConfig, ConfigError
 from flashckpt.training.policy import decide, power2_window
 
 
@@ -47,6 +47,12 @@ def test_a_policy_replaces_the_interval_and_nothing_else():
     assert not decide(10, settings, policy=odd).save
     assert decide(10, settings, policy=odd, force=True).save
     assert decide(100, settings, policy=odd).persist
+
+
+@pytest.mark.parametrize("step", [-1, 1.0, "5", None, True])
+def test_what_is_no_step(step):
+    with pytest.raises(ConfigError, match="step: expected an integer"):
+        decide(step, config())
 
 
 def test_the_window_doubles_its_distance():
