@@ -100,7 +100,7 @@ class Healing:
         """As the coordinator: who holds what of a generation just now, until all have spoken of it themselves. Where
         commits come faster than beats they never do."""
         generation, world = next(iter(reports.values())).shard.generation, self._session.world
-        ranks_of = {member.node_id: set(member.ranks) for member in self._session.members}
+        ranks_of = {member.node_id: reports.keys() & set(member.ranks) for member in self._session.members}
         for rank, report in reports.items():
             for node in report.holders:
                 ranks_of.get(node, set()).add(rank)
