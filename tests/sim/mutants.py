@@ -351,7 +351,7 @@ MUTANTS: dict[str, Mutant] = {
     "forgets_records": Mutant(_ForgetsRecords, start=4),
     "forgets_session": Mutant(_ForgetsSession),
     "has_everything": Mutant(_HasEverything),
-    "late_fence": Mutant(_LateFence, start=700),
+    "late_fence": Mutant(_LateFence, start=2080),
     "no_fence": Mutant(_NoFence),
     "no_nonce": Mutant(adjust=_no_nonce, start=1),
     "nobody_goes_on": Mutant(
