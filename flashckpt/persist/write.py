@@ -36,6 +36,21 @@ if TYPE_CHECKING:
     from flashckpt.types import ShardHeader, ShardId
 
 
+class Scratch:
+    """Memory that one region after the other is read into: faulting in new pages for each costs more than the copy."""
+
+    def __init__(self) -> None:
+        self._buffer = np.empty(0, dtype=np.uint8)
+
+    def tensor(self, sizes: tuple[int, ...], dtype: torch.dtype, size_bytes: int) -> torch.Tensor:
+        if not size_bytes:
+            return torch.empty(sizes, dtype=dtype)
+        if len(self._buffer) < size_bytes:
+            self._buffer = np.empty(size_bytes, dtype=np.uint8)
+        # IMPORTANT: a storage of its own, exactly as long as the region: torch.save writes whole storages.
+        return torch.frombuffer(self._buffer, dtype=torch.uint8, count=size_bytes).view(dtype).view(sizes)
+
+
 class Shard:
     """One sealed shard, open. Owns its descriptor."""
 
@@ -58,10 +73,10 @@ class Shard:
             tuple(fqn for fqn in values.values if fqn in values.per_rank),
         )
 
-    def read(self, item: TensorItem) -> torch.Tensor:
-        """The region, verified."""
+    def read(self, item: TensorItem, scratch: Scratch) -> torch.Tensor:
+        """The region, verified. It lies in `scratch`, until the next one."""
         entry = item.entry
-        tensor = torch.empty(item.box.sizes, dtype=getattr(torch, entry.dtype))
+        tensor = scratch.tensor(item.box.sizes, getattr(torch, entry.dtype), item.size_bytes)
         if item.box.volume:
             sources, destinations, length = runs(item.box, entry.box, item.box, ITEMSIZE[entry.dtype])
             pieces = np.empty((len(sources), 3), dtype=np.int64)
@@ -181,12 +196,12 @@ def _write_file(
 ) -> tuple[FileInfo, list[Placed]]:
     placed = []
     with storage.open_write(f"{stage.place}/{name}") as file:
-        stream = _Stream(file, throttle, progress)
+        stream, scratch = _Stream(file, throttle, progress), Scratch()
         for item in items:
             failpoint("mid_flush")
             start, stream.part_crc32c = stream.position, 0
             if isinstance(item, TensorItem):
-                torch.save(storable(shard.read(item)), cast("IO[bytes]", stream))
+                torch.save(storable(shard.read(item, scratch)), cast("IO[bytes]", stream))
                 offsets: tuple[int, ...] | None = item.box.offsets
             else:
                 buffer = io.BytesIO()
