@@ -63,8 +63,11 @@ def snapshot(
 
 def when_ready(flat: Flat) -> dict[torch.device, torch.Event]:
     """For each accelerator that the state is on: an event behind what the caller has queued on it so far."""
-    devices = {tensor.device for tensor in flat.tensors.values() if not tensor.is_cpu}
-    return {device: event_of(device) for device in devices}
+    devices: set[torch.device] = set()
+    for fqn, tensor in flat.tensors.items():
+        local = plain_local(tensor)
+        devices.update(part.device for part in ([local] if local is not None else local_parts(fqn, tensor)))
+    return {device: event_of(device) for device in devices if device.type != "cpu"}
 
 
 def _view(fqn: str, tensor: Any, source: Source) -> torch.Tensor:

@@ -58,19 +58,24 @@ class Wish:
 
 def choose_parts(wish: Wish, saved: Collection[str], step: int) -> tuple[tuple[str, ...], str]:
     """The parts to load, and why not all. Raises MissingKeyError for one that must not be missing."""
-    if step == 0:
-        return tuple(part for part in wish.parts if part == MODEL), "step 0 is a seed checkpoint: only the model"
     absent = [part for part in wish.parts if part not in saved]
     needed = [part for part in absent if part not in (RNG, DATALOADER)]
+    if step == 0 and MODEL not in absent:
+        return tuple(part for part in wish.parts if part == MODEL), "step 0 is a seed checkpoint: only the model"
     if MODEL in absent or (needed and wish.strict):
         raise MissingKeyError(
-            f"step {step}: expected {', '.join(needed)}, found a checkpoint of {', '.join(sorted(saved)) or 'nothing'}",
+            f"step {step}: expected {', '.join(needed)}, found a checkpoint of {_some(saved)}",
             hint="pass exclude_from_loading=[…] to leave a part as it is, or strict=False",
             keys=needed,
             step=step,
         )
     found = tuple(part for part in (*wish.parts, *wish.kept) if part in saved)
     return found, f"not saved: {', '.join(absent)}" if absent else ""
+
+
+def _some(names: Collection[str]) -> str:
+    listed = sorted(names)
+    return ", ".join(listed[:8]) + (" and more" if len(listed) > 8 else "") if listed else "nothing"
 
 
 def screen(found: Found, wish: Wish, optimizer: OptimizerState | None) -> Callable[[str], bool]:

@@ -165,6 +165,17 @@ def test_a_foreign_checkpoint(trained, memory_dir, tmp_path):
         assert same(other, model)
 
 
+def test_a_foreign_checkpoint_of_another_layout(trained, memory_dir, tmp_path):
+    model = trained[0]
+    dcp.save(model.state_dict(), checkpoint_id=tmp_path / "bare", no_dist=True)
+    other, _, manager = build(memory_dir, seed=5, job="other")
+    with manager:
+        with pytest.raises(flashckpt.MissingKeyError, match="expected model"):
+            manager.load(path=str(tmp_path / "bare"), exclude_from_loading=["optimizer"], strict=False)
+        manager.checkpointer.load_path(str(tmp_path / "bare"), other.state_dict())
+        assert same(other, model)
+
+
 def test_load_keys(trained, tmp_path):
     model, optimizer, _ = trained
     found = flashckpt.load_keys(str(tmp_path / "out"), ["model.0", "optimizer.state.2.bias.exp_avg"])
