@@ -4,6 +4,7 @@
 
 Several nodes, the same lines on each of them (node1 is one that the others reach):
 
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # else a torchrun that runs on can't take in a new node
     FLASHCKPT_JOB=run1 torchrun --nnodes 4 --nproc-per-node 8 --max-restarts 3 \
         --rdzv-backend c10d --rdzv-id run1 --rdzv-endpoint node1:29400 train_fsdp.py
 

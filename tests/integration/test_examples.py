@@ -18,15 +18,14 @@ STEPS, EVERY = 40, 4
 
 
 class Torchrun:
-    """One start of the example on a node, with a log of each rank."""
+    """torchrun with the example on one node, and a log of each rank."""
 
-    def __init__(self, node, directory, **environment):
+    def __init__(self, node, directory, *options, **environment):
         self.directory = directory
-        logs = ["--redirects", "3", "--log-dir", str(directory)]
         self.process = node.start(
             [
-                *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *logs),
-                *(str(EXAMPLES / "train_fsdp.py"), "--steps", str(STEPS), "--every", str(EVERY)),
+                *(sys.executable, "-m", "torch.distributed.run", *options, "--redirects=3", f"--log-dir={directory}"),
+                *(str(EXAMPLES / "train_fsdp.py"), f"--steps={STEPS}", f"--every={EVERY}"),
             ],
             environment=environment,
         )
@@ -45,7 +44,7 @@ class Torchrun:
         return "\n".join([self.process.tail, *errors])
 
     def wait_for_step(self, step):
-        while min(self.run.reached(rank) for rank in range(2)) < step:
+        while self.run.furthest < step:
             assert self.process.returncode is None, self.words
             time.sleep(0.05)
 
@@ -58,11 +57,12 @@ class Torchrun:
 @pytest.mark.timeout(LIMIT)
 def test_the_example_goes_on_where_it_was_killed(tmp_path):
     with Cluster(1, ranks_per_node=2, job="example") as cluster:
-        whole = Torchrun(cluster[0], tmp_path / "whole", FLASHCKPT_DISABLE="1").wait()
+        here = ("--standalone", "--nproc-per-node=2")
+        whole = Torchrun(cluster[0], tmp_path / "whole", *here, FLASHCKPT_DISABLE="1").wait()
         assert sorted(whole.losses(0)) == list(range(1, STEPS + 1))
         assert whole.losses(0) == whole.losses(1)
 
-        first = Torchrun(cluster[0], tmp_path / "first")
+        first = Torchrun(cluster[0], tmp_path / "first", *here)
         first.wait_for_step(2 * EVERY + 1)
         agent = cluster[0].agent_pid()
         # Stopped before, so that it comes at one stroke: nobody notices that another is gone.
@@ -73,16 +73,52 @@ def test_the_example_goes_on_where_it_was_killed(tmp_path):
         assert killed.furthest < STEPS
         assert cluster[0].agent_pid() == agent
 
-        again = Torchrun(cluster[0], tmp_path / "again").wait()
+        again = Torchrun(cluster[0], tmp_path / "again", *here).wait()
     bases = {rank: again.resumed(rank) for rank in range(2)}
     assert {(one.step, one.source) for one in bases.values()} == {(bases[0].step, "memory")}
-    assert 2 * EVERY <= bases[0].step <= killed.furthest
+    assert EVERY <= bases[0].step <= killed.furthest
     for rank in range(2):
         assert sorted(again.losses(rank)) == list(range(bases[rank].step + 1, STEPS + 1))
         assert killed.losses(rank).items() <= whole.losses(rank).items()
         assert again.losses(rank).items() <= whole.losses(rank).items()
     assert again.digests() == whole.digests()
     assert len(again.digests()) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT)
+def test_a_blank_node_joins_the_torchrun_that_went_on(tmp_path):
+    with Cluster(2, job="example") as cluster:
+        endpoint = f"{cluster[0].host.rendezvous_address}:{cluster[0].host.free_port()}"
+
+        def start(node, name):
+            options = (
+                *("--nnodes=2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-id=example"),
+                *(f"--rdzv-endpoint={endpoint}", f"--rdzv-conf=is_host={int(node is cluster[0])}"),
+                f"--local-addr={node.host.rendezvous_address}",
+            )
+            return Torchrun(node, tmp_path / name, *options, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+
+        kept, lost = start(cluster[0], "kept"), start(cluster[1], "lost")
+        kept.wait_for_step(2 * EVERY + 1)
+        cluster[1].replace("blank")
+        assert kept.process.returncode is None
+        joined = start(cluster[1], "joined").wait()
+        stayed = kept.wait()
+    before = lost.run
+    assert before.furthest < STEPS
+    (there,), (here,) = joined.of("resumed"), stayed.of("resumed")
+    assert (there.source, here.source) == ("peer", "memory")
+    assert here.step == there.step >= EVERY
+    assert joined.losses(there.rank) == {
+        step: loss for step, loss in stayed.losses(here.rank).items() if step > here.step
+    }
+    # What was done twice came out the same.
+    twice = joined.losses(there.rank).keys() & before.losses(there.rank).keys()
+    assert {step: joined.losses(there.rank)[step] for step in twice} == {
+        step: before.losses(there.rank)[step] for step in twice
+    }
+    assert max(joined.losses(there.rank)) == STEPS
 
 
 def test_the_example_is_short_enough_to_be_read():
