@@ -89,6 +89,7 @@ def overview_of(job: JobView, seen: Seen | None, at: float) -> dict[str, Any]:
         "generations": generations,
         "records_only": elsewhere,
         "backlog": None if said is None else said["backlog"],
+        "persist": None if said is None else said["persist"],
         "scrub": None if said is None else said["scrub"],
         "memory": {**dataclasses.asdict(job.status), "total_bytes": job.status.total_bytes},
     }
@@ -149,7 +150,7 @@ def _members(session: Session | None) -> list[dict[str, Any]] | None:
 
 def _print(shown: dict[str, Any]) -> None:
     lines = [_headline(shown), _launch_line(shown), _memory_line(shown["memory"]), _backlog_line(shown)]
-    for line in lines + kept_lines(shown["kept"]):
+    for line in [*lines, persist_line(shown["persist"]), *kept_lines(shown["kept"])]:
         if line:
             click.echo(printable(line))
     if shown["peers"]:
@@ -218,6 +219,19 @@ def _backlog_line(shown: dict[str, Any]) -> str:
     )
     problems = sorted({f"{one['to']}: {one['problem']}" for one in backlog if one["problem"]})
     return line + "".join(f"; {problem}" for problem in problems)
+
+
+def persist_line(persist: dict[str, Any] | None) -> str:
+    if persist is None:
+        return ""
+    newest = "nothing yet" if persist["step"] is None else f"step {persist['step']}"
+    line = f"on disk: {newest} in {persist['directory']}"
+    if persist["flushing"] is not None:
+        line += f"; flushing step {persist['flushing']} ({persist['reason']}): {format_bytes(persist['flushed_bytes'])}"
+    if persist["problem"]:
+        line += f"; {persist['failures']} failed, last: {persist['problem']}"
+        line += f"; next attempt in {persist['retry_seconds']:.0f} s" if persist["retry_seconds"] else ""
+    return line
 
 
 def kept_lines(kept: dict[str, Any] | None) -> list[str]:

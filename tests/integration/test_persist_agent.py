@@ -212,6 +212,30 @@ def test_a_flush_that_dies_anywhere_leaves_the_step_before_good(
     assert not [name for name in os.listdir(out) if "tmp" in name or "deleting" in name]
 
 
+@pytest.mark.slow
+def test_a_disk_that_hangs_is_an_outcome_too(make, memory_dir, tmp_path, monkeypatch):
+    monkeypatch.setenv("FLASHCKPT_TESTING", "1")
+    monkeypatch.setenv("FLASHCKPT_AGENT_FAILPOINTS", "mid_flush=sleep(600)")
+    checkpointer = make(persist_timeout=1.0)
+    checkpointer.save(1, state(1))
+    checkpointer.flush()
+    for step in range(2, 10):  # training does not wait for it
+        assert checkpointer.save(step, state(step)).outcome == "ok"
+    found = wait_until(lambda: (p := persist_status(memory_dir))["failures"] and p, "the failure to be reported")
+    assert "it hangs" in found["problem"]
+    assert not (tmp_path / "out" / "latest").exists()
+    shown = subprocess.run(
+        [sys.executable, "-m", "flashckpt.cli", "status", "--job", JOB, "--memory-dir", memory_dir],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert "on disk: nothing yet" in shown.stdout, shown.stdout + shown.stderr
+    assert "it hangs" in shown.stdout
+
+
 def test_memory_only_has_nothing_to_flush(make):
     checkpointer = make(persist_dir=None)
     handle = checkpointer.save(1, state(1))

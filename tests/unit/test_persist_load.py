@@ -101,6 +101,23 @@ def test_when_all_memory_is_gone_the_disk_has_it(memory_dir, out):
         assert checkpointer.load(live).step == 4
 
 
+def test_an_object_store_is_as_good_as_a_disk(memory_dir):
+    """fsspec's memory is one of this process; a real server is in the contract's suite."""
+    pytest.importorskip("fsspec")
+    url = f"memory://{os.path.basename(memory_dir)}/run"
+    with open_checkpointer(memory_dir, url) as checkpointer:
+        to_disk(memory_dir, url, checkpointer.save(3, state(3)))
+        to_disk(memory_dir, url, checkpointer.save(4, state(4)))
+    forget_memory(memory_dir)
+    with open_checkpointer(memory_dir, url) as checkpointer:
+        live = blank()
+        result = checkpointer.load(live)
+        assert (result.step, result.source) == (4, "persist")
+        check(live, 4)
+        assert checkpointer.load(live, step=3, read_only=True).step == 3
+        check(live, 3)
+
+
 def test_the_newer_of_memory_and_disk_is_loaded(memory_dir, out):
     with open_checkpointer(memory_dir, out) as checkpointer:
         to_disk(memory_dir, out, checkpointer.save(3, state(3)))
