@@ -17,6 +17,7 @@ from flashckpt.testing.check import find_problems
 from flashckpt.testing.host import MAX_HOSTS, LoopbackHost
 from flashckpt.testing.launch import LAUNCH_MARK, Launch
 from flashckpt.testing.node import Node
+from flashckpt.testing.torchrun import Rendezvous
 from flashckpt.testing.trainers import Trainers
 
 if TYPE_CHECKING:
@@ -28,9 +29,6 @@ if TYPE_CHECKING:
 Kind = Literal["loopback", "netns"]
 _NETNS_MEMORY_BYTES = 1 << 30
 _CHECK_SECONDS = 0.05
-# After how long torchrun takes a silent node for lost (5 beats of 2 s), and how long it waits for more nodes once
-# there are enough.
-_ELASTIC = {"keep_alive_interval": 2, "keep_alive_max_attempt": 5, "last_call_timeout": 5}
 
 
 class Cluster:
@@ -197,29 +195,17 @@ class Cluster:
             endpoint = join.endpoint
         elif is_ours:
             endpoint = f"{addresses[0]}:{nodes[0].host.free_port()}"
-        marked = {**(environment or {}), LAUNCH_MARK: mark}
-        if max_restarts:
-            # Else restarted workers meet the addresses of their dead predecessors in a store that torchrun keeps.
-            marked["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        fewest, most = elastic or (len(nodes), len(nodes))
+        rendezvous = Rendezvous(mark, endpoint, fewest, most, max_restarts)
+        marked = {**rendezvous.environment, **(environment or {}), LAUNCH_MARK: mark}
         started = []
         for position, (node, count) in enumerate(zip(nodes, counts, strict=True)):
-            rendezvous = {"is_host": int(is_ours and position == 0), **(_ELASTIC if elastic else {})}
-            argv = [
-                *(sys.executable, "-m", "torch.distributed.run"),
-                f"--nnodes={len(nodes) if elastic is None else f'{elastic[0]}:{elastic[1]}'}",
-                f"--nproc-per-node={count}",
-                f"--max-restarts={max_restarts}",
-                "--rdzv-backend=c10d",
-                f"--rdzv-id={mark}",
-                f"--rdzv-endpoint={endpoint}",
-                f"--rdzv-conf={','.join(f'{name}={value}' for name, value in rendezvous.items())}",
-                f"--local-addr={addresses[position]}",
-                str(script),
-                *arguments,
-            ]
+            argv = rendezvous.command(
+                addresses[position], count, (str(script), *arguments), is_host=is_ours and position == 0
+            )
             started.append(node.start(argv, environment=marked, what=f"torchrun on {node.name}"))
         launch = self._launched(mark, nodes, counts, started)
-        launch.endpoint, launch.is_elastic = endpoint, elastic is not None
+        launch.endpoint, launch.is_elastic = endpoint, rendezvous.is_elastic
         return launch
 
     def start(

@@ -49,9 +49,11 @@ def main() -> None:
     options = parse_arguments()
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    journal = Journal(options.directory / f"rank{rank}.jsonl", rank)
-    # A worker that torchrun started again must not do once more what its predecessor was told.
-    position = (options.directory / COMMANDS).stat().st_size if restarts else 0
+    report = options.directory / f"rank{rank}.jsonl"
+    # A worker that torchrun started again must not do once more what its predecessor was told. That is not the number
+    # of restarts, which each node counts for itself.
+    position = (options.directory / COMMANDS).stat().st_size if report.exists() else 0
+    journal = Journal(report, rank)
     journal.tell("started", pid=os.getpid(), world=world, restarts=restarts)
     if world > 1:
         dist.init_process_group("gloo")

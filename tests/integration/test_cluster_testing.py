@@ -893,3 +893,24 @@ def test_closing_a_proxy_ends_its_threads(echo):
         proxy.close()
         proxy.close()
     wait_until(lambda: threading.active_count() <= before + 1)  # the echo's thread for this connection may linger
+
+
+def test_torchrun_refuses_what_no_launch_can_be():
+    with Cluster(2) as cluster:
+        with pytest.raises(ConfigError, match="elastic: expected the fewest and the most nodes, found 3 and 2"):
+            cluster.torchrun("train.py", elastic=(3, 2))
+        other = cluster.start([sys.executable, "-c", ""])
+        with pytest.raises(ConfigError, match="join: expected a launch that torchrun started"):
+            cluster.torchrun("train.py", nodes=[cluster[1]], join=other)
+
+
+def test_torchrun_numbers_ranks_in_any_order_of_loopback_nodes():
+    with Cluster(2) as cluster:
+        command = "import os; print('rank', os.environ['RANK'], os.environ['FLASHCKPT_NODE_ID'])"
+        script = cluster.scratch / "say.py"
+        script.write_text(command)
+        launch = cluster.torchrun(script, nodes=[cluster[1], cluster[0]])
+        assert launch.wait(120) == [0, 0]
+        assert [node.name for node in launch.owners] == ["node1", "node0"]
+        assert "rank 0 node1" in launch.processes[0].output
+        assert "rank 1 node0" in launch.processes[1].output
