@@ -5,6 +5,7 @@ One line of JSON in; lines of JSON out: progress, then how it ended. It ends whe
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -29,6 +30,7 @@ def main() -> int:
     line = sys.stdin.buffer.readline()
     threading.Thread(target=_end_with_the_agent, name="stdin", daemon=True).start()
     os.nice(_NICE)
+    _go_first_when_memory_is_short()
     lock = threading.Lock()
     done = [0, 0.0]  # bytes so far, when that was said
 
@@ -60,6 +62,12 @@ def main() -> int:
         return 1
     say(state="done", **told)
     return 0
+
+
+def _go_first_when_memory_is_short() -> None:
+    """What the agent has for itself is inherited: it is to be spared, its helper can be started again."""
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+        file.write("500")
 
 
 def _end_with_the_agent() -> None:

@@ -15,16 +15,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flashckpt import __version__, native
-from flashckpt.errors import CorruptShardError, FlashError, NotFoundError
+from flashckpt.errors import CorruptShardError, DeadlineError, FlashError, NotFoundError
 from flashckpt.failpoints import failpoint
 from flashckpt.persist.catalog import list_steps, look
 from flashckpt.persist.exchange import Exchange
 from flashckpt.persist.index import encode_index
 from flashckpt.persist.meta import FileInfo, Meta, encode_meta, json_part
-from flashckpt.persist.names import META_JSON, METADATA, attempt_of, checksums_name, is_aside, is_deleting, step_name
+from flashckpt.persist.names import (
+    META_JSON,
+    METADATA,
+    attempt_of,
+    checksums_name,
+    is_aside,
+    is_deleting,
+    is_of_attempt,
+    step_name,
+    step_of,
+)
 from flashckpt.persist.plan import plan
 from flashckpt.persist.retain import KeepRules, Lying, removable
-from flashckpt.persist.storage import open_storage
+from flashckpt.persist.storage import is_url, open_storage
 from flashckpt.persist.write import Shard, Written, write_files
 from flashckpt.store.slots import SlotStore
 from flashckpt.transport.throttle import Throttle
@@ -95,6 +105,9 @@ def flush(spec: FlushSpec, progress: Callable[[int], None] = lambda _: None) -> 
             reason = error.message if isinstance(error, FlashError) else f"{type(error).__name__}: {error}"
             with contextlib.suppress(OSError, FlashError):
                 together.fail(reason)
+            # Nobody else sees this directory, or nobody is left who will clean it up.
+            if isinstance(error, DeadlineError) and not spec.coordinates and not stage.suffix:
+                _remove(storage, stage.place)
         raise
     _write_checksums(storage, stage, written)
     marker = encode_index(todo, written.placed, paths)
@@ -123,6 +136,10 @@ def sweep(storage: Storage, attempt: str) -> None:
     """Removes what flushes and deletions that died have left. One flush at a time: nobody else is writing."""
     for name in storage.list() or {}:
         left = attempt_of(name)
+        # Where there is no rename, an attempt that died leaves files of its own in a step without a marker.
+        inside = (storage.list(name) or {}) if is_url(storage.root) and step_of(name) is not None else {}
+        if inside and METADATA not in inside and all(map(is_of_attempt, inside)):
+            _remove(storage, name)
         if is_deleting(name) or is_aside(name) or (left is not None and left != attempt):
             _log.info("removing %s/%s, which a flush that ended early left behind", storage.root, name)
             _remove(storage, name)

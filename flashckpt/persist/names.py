@@ -18,6 +18,7 @@ _FOREIGN_STEP = re.compile(r"(?:step[-_]?|checkpoint-)([0-9]{1,19})(?:_ckpt)?")
 _TEMPORARY = re.compile(r"step-(?:0|[1-9][0-9]{0,18})\.tmp-([0-9a-f]{16})")
 _ASIDE = re.compile(r"(?:latest|fence\.json)\.tmp-[0-9a-f]{16}")
 _DATA = re.compile(r"__([0-9]{1,9})_")
+_SUFFIXED = re.compile(r"__.+-[0-9a-f]{16}\.(?:distcp|flash|json)")
 _DELETING = re.compile(r".+\.deleting-[0-9a-f]{16}")
 
 
@@ -44,6 +45,11 @@ def attempt_of(name: str) -> str | None:
 def is_aside(name: str) -> bool:
     """A small file that was to be renamed, and never was."""
     return _ASIDE.fullmatch(name) is not None
+
+
+def is_of_attempt(name: str) -> bool:
+    """A file of an attempt, where there are no temporary directories."""
+    return name == META_JSON or _SUFFIXED.fullmatch(name) is not None
 
 
 def deleting_name(name: str, token: str) -> str:

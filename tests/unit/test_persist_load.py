@@ -17,6 +17,7 @@ from flashckpt.format.dtypes import ITEMSIZE
 from flashckpt.persist.flush import flush
 from flashckpt.persist.restore import DiskInventory, OnDisk, choose_on_disk
 from flashckpt.persist.spec import FlushSpec
+from flashckpt.persist.storage import open_storage
 from flashckpt.persist.unpickle import read_index
 from flashckpt.types import Fence, Generation, PersistSettings
 
@@ -116,6 +117,13 @@ def test_an_object_store_is_as_good_as_a_disk(memory_dir):
         check(live, 4)
         assert checkpointer.load(live, step=3, read_only=True).step == 3
         check(live, 3)
+        # An attempt that died leaves nothing for ever; what somebody else is writing is not ours to remove.
+        storage = open_storage(url)
+        for step, name in ((8, f"__0_0-{'a' * 16}.distcp"), (9, "__0_0.distcp")):
+            with storage.open_write(f"step-{step}/{name}") as file:
+                file.write(b"half")
+        to_disk(memory_dir, url, checkpointer.save(5, state(5)))
+        assert sorted(name for name in storage.list() if "step" in name) == ["step-3", "step-4", "step-5", "step-9"]
 
 
 def test_the_newer_of_memory_and_disk_is_loaded(memory_dir, out):
