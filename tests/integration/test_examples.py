@@ -89,13 +89,13 @@ def test_the_example_goes_on_where_it_was_killed(tmp_path):
 @pytest.mark.timeout(LIMIT)
 def test_a_blank_node_joins_the_torchrun_that_went_on(tmp_path):
     with Cluster(2, job="example") as cluster:
-        endpoint = f"{cluster[0].host.rendezvous_address}:{cluster[0].host.free_port()}"
+        endpoint = f"{cluster[0].host.rendezvous_address(0)}:{cluster[0].host.free_port()}"
 
         def start(node, name):
             options = (
                 *("--nnodes=2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-id=example"),
                 *(f"--rdzv-endpoint={endpoint}", f"--rdzv-conf=is_host={int(node is cluster[0])}"),
-                f"--local-addr={node.host.rendezvous_address}",
+                f"--local-addr={node.host.rendezvous_address(node.index)}",
             )
             return Torchrun(node, tmp_path / name, *options, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
 
