@@ -242,7 +242,7 @@ def test_looking_changes_nothing(saved):
 def test_wrong_usage():
     assert "No such command" in run("frobnicate", code=2).stderr
     run("inspect", "ten", code=2)
-    assert "kill_at" in run("demo", "--kill-at", 8, code=2).stderr
+    assert "lose_at" in run("demo", "--lose-at", 10, code=2).stderr
 
 
 @pytest.mark.parametrize("command", [["--help"], ["ls"], ["inspect", "--values"], ["verify"], ["demo", "--help"]])
