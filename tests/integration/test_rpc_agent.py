@@ -567,7 +567,7 @@ def test_a_stopped_agent_is_noticed(path):
     )
     try:
         assert child.stdout.readline() == "ready\n"
-        with AgentClient(path, timeout=1.0, keepalive=Keepalive(1.0, 1.0)) as client:
+        with AgentClient(path, timeout=1.5, keepalive=Keepalive(3.0, 3.0)) as client:
             client.wait_ready(WAIT)
             assert client.status()["node"] == "node-a"
             os.kill(child.pid, 19)
@@ -577,7 +577,7 @@ def test_a_stopped_agent_is_noticed(path):
                 client.status()
             with pytest.raises(AgentError, match=r"Watch of the agent at .*agent\.sock"):
                 list(client.watch(TICKET))
-            assert time.monotonic() - stopped < 30, "two seconds of keepalive, and what a loaded machine adds"
+            assert time.monotonic() - stopped < 30, "six seconds of keepalive, and what a loaded machine adds"
             os.kill(child.pid, 18)
             client.wait_ready(WAIT)
             assert client.status()["node"] == "node-a", "it goes on when the agent does"
