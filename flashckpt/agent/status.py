@@ -50,7 +50,7 @@ def describe(
         "replicas": {"asked": session.replicas if session else 0, "effective": core.replicas},
         "placement": core.placement.reason if core.placement else "",
         "trainers": leases,
-        "peers": _peers(core, now),
+        "peers": describe_peers(core, now),
         "kept": _kept(core, now),
         "generations": [_generation(core, generation, now) for generation in _generations(core)],
         "backlog": [
@@ -173,20 +173,29 @@ def _shard(core: AgentCore, held: Held) -> dict[str, Any]:
     }
 
 
-def _peers(core: AgentCore, now: float) -> list[dict[str, Any]]:
+def describe_peers(core: AgentCore, now: float) -> list[dict[str, Any]]:
     silent = core.silent(now)
     members = {member.node_id: member for member in core.session.members} if core.session else {}
-    return [
-        {
-            "node": node_id,
-            "address": peer.address,
-            "domain": members[node_id].domain if node_id in members else "",
-            "state": "down" if node_id in silent else "up",
-            "silent_seconds": round(now - silent[node_id][0], 3) if node_id in silent else None,
-            "problem": silent[node_id][1] if node_id in silent else peer.problem,
-        }
-        for node_id, peer in sorted(core.peers.items())
-    ]
+    # A node that this one never speaks to would else be called up for as long as the launch lasts.
+    healer = core.healer(now)
+    missed = set(core.health[0].missing) if core.health is not None and healer != core.node_id else set()
+    rows = []
+    for node_id, peer in sorted(core.peers.items()):
+        since, problem = silent.get(node_id, (None, peer.problem))
+        state = "up" if since is None else "down"
+        if since is None and node_id in missed:
+            state, problem = "missed", f"{healer} does not hear from it"
+        rows.append(
+            {
+                "node": node_id,
+                "address": peer.address,
+                "domain": members[node_id].domain if node_id in members else "",
+                "state": state,
+                "silent_seconds": None if since is None else round(now - since, 3),
+                "problem": problem,
+            }
+        )
+    return rows
 
 
 def _launch(launch: Launch | None) -> dict[str, Any] | None:

@@ -30,6 +30,7 @@ from flashckpt.agent.messages import (
     Unreachable,
 )
 from flashckpt.agent.spare import missing_slots, why_no_room
+from flashckpt.agent.status import describe_peers
 from flashckpt.agent.survival import survival, words
 from flashckpt.placement import place
 from flashckpt.store.room import Room
@@ -162,6 +163,24 @@ def test_a_node_that_falls_silent_is_replaced_as_a_holder_while_nobody_saves():
     assert all(len(nodes) == 2 for nodes in cluster.copies(generation).values())
     assert cluster.health("n3").missing == ("n2",)
     assert cluster.health("n3").survival.any_nodes == 1
+
+
+def test_who_never_speaks_to_a_lost_node_hears_of_it_from_the_healer():
+    cluster = Cluster(4)
+    cluster.save(1)
+    cluster.run(2)
+    cluster.dead.add("n2")
+    cluster.run(15)
+    seen = {
+        node: next(one for one in describe_peers(core, cluster.now) if one["node"] == "n2")
+        for node, core in cluster.cores.items()
+        if node != "n2"
+    }
+    assert seen["n0"]["state"] == "down"
+    strangers = [one for one in seen.values() if one["silent_seconds"] is None]
+    assert strangers
+    assert {(one["state"], one["problem"]) for one in strangers} == {("missed", "n0 does not hear from it")}
+    assert all(one["state"] == "up" for one in describe_peers(cluster.cores["n1"], cluster.now) if one["node"] != "n2")
 
 
 def test_the_next_member_heals_where_the_first_is_gone_and_lets_go_when_it_is_back():
