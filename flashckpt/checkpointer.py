@@ -591,7 +591,7 @@ class Checkpointer:
             self._stop_sharing_if_split()
             return self._planner.plan(flat) if plan.tag and not self._planner.dedup else plan
         for _ in range(2):
-            need = self._writer.geometry(plan, values).file_length_bytes * self.config.slots_per_rank
+            need = self._writer.geometry(plan, values).file_length_bytes * self.config.slots
             gathered = self._group.gather(_AGREEMENT.pack(plan.tag, need), _COMPARING)
             failed = [rank for rank, answer in enumerate(gathered) if not answer]
             if failed:

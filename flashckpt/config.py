@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from flashckpt.errors import ConfigError
+from flashckpt.types import MAX_KEEPS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -131,8 +132,12 @@ class CheckpointConfig:
     memory_budget_bytes: int | None = None
     """Most bytes that this job's slots may take on this node; None: what tmpfs and cgroup allow."""
 
-    slots_per_rank: int = 2
-    """Slots a rank writes into in turn. Two: one generation stays whole while the next is written."""
+    keep_memory: int = 1
+    """Committed generations that stay in memory, the newest ones. The one that is being written does not count, and the
+    newest good one always stays. Each needs a slot of every rank, on its node and where its replicas lie."""
+
+    slots_per_rank: int | None = None
+    """Slots a rank writes into in turn. Default: keep_memory + 1: those stay whole while the next is written."""
 
     threads: int | None = None
     """Threads that copy and verify. Default: the usable cores shared by the ranks of this node, at most 8."""
@@ -184,14 +189,22 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         self._check_manager()
-        for name, minimum in (("interval", 1), ("replicas", 0), ("slots_per_rank", 2)):
+        for name, minimum in (("interval", 1), ("replicas", 0), ("keep_memory", 1)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
                 raise ConfigError(f"{name}: expected an integer of at least {minimum}, found {value!r}")
-        for name in ("persist_interval", "threads", "memory_budget_bytes", "keep_every"):
+        for name in ("persist_interval", "threads", "memory_budget_bytes", "keep_every", "slots_per_rank"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigError(f"{name}: expected a positive integer or None, found {value!r}")
+        if self.keep_memory > MAX_KEEPS:
+            raise ConfigError(f"keep_memory: expected at most {MAX_KEEPS}, found {self.keep_memory}")
+        if self.slots <= self.keep_memory:
+            raise ConfigError(
+                f"slots_per_rank: expected at least {self.keep_memory + 1}, found {self.slots_per_rank}",
+                hint=f"keep_memory={self.keep_memory} generations stay while the next one is written; "
+                "leave slots_per_rank out",
+            )
         for name in ("save_timeout", "start_timeout", "peer_timeout", "persist_timeout"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}: expected seconds above 0, found {getattr(self, name)!r}")
@@ -216,6 +229,11 @@ class CheckpointConfig:
         self._check_persist()
         if self.job is not None and not 1 <= len(self.job.encode()) <= 256:
             raise ConfigError(f"job: expected 1 to 256 bytes, found {len(self.job.encode())}")
+
+    @property
+    def slots(self) -> int:
+        """Slots of each rank."""
+        return self.keep_memory + 1 if self.slots_per_rank is None else self.slots_per_rank
 
     @property
     def overlaps(self) -> bool:

@@ -77,7 +77,14 @@ def _session(settings: Settings, topology: Topology, launch: Launch, addresses: 
         say = log.warning if placement.replicas < config.replicas else log.info
         say("replication: %s", placement.reason)
     return Session(
-        launch, topology.world, members, config.replicas, config.placement, config.slots_per_rank, _persist(config)
+        launch,
+        topology.world,
+        members,
+        config.replicas,
+        config.placement,
+        config.slots,
+        _persist(config),
+        config.keep_memory,
     )
 
 

@@ -25,7 +25,8 @@ def agree_topology(group: PrivateGroup, settings: Settings, directory_id: str) -
         "agent": "auto" if settings.uses_agent else "off",
         "replicas": config.replicas,
         "placement": config.placement,
-        "slots_per_rank": config.slots_per_rank,
+        "slots_per_rank": config.slots,
+        "keep_memory": config.keep_memory,
         "certificates": "operator's" if settings.tls_files else "made",
     }
     mine = json.dumps([settings.node_id, directory_id, settings.domain, agreed]).encode()

@@ -6,6 +6,8 @@ import enum
 from dataclasses import dataclass
 from typing import NamedTuple
 
+MAX_KEEPS = 64  # generations that a commit record may name beside its own
+
 
 class Level(enum.IntEnum):
     """How much a generation survives; each level includes the ones before it."""
@@ -135,6 +137,7 @@ class Session:
     strategy: str  # of placement
     slots_per_rank: int
     persist: PersistSettings | None = None  # None: memory only
+    keep_memory: int = 1  # committed generations that stay in memory
 
     @property
     def coordinator(self) -> str:
@@ -149,6 +152,7 @@ class Record:
     world: int
     replicas: int  # copies that every shard had on other nodes; may be fewer than asked for on a small cluster
     committed_at: float  # seconds since 1970, for people
+    keeps: tuple[Generation, ...] = ()  # older ones that stay beside it, newest first; the coordinator decided
 
 
 @dataclass(frozen=True, slots=True)

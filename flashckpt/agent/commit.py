@@ -50,9 +50,23 @@ def droppable(
         return ""
     if generation in voids:
         return "a rank gave it up"
-    if record is not None and age_order(generation) < age_order(record.generation):
+    if record is not None and age_order(generation) < age_order(record.generation) and generation not in record.keeps:
         return f"step {record.generation.step} is committed"
     return ""
+
+
+def keeps(
+    generation: Generation, count: int, record: Record | None, fence: Fence | None, base: Generation | None
+) -> tuple[Generation, ...]:
+    """Which `count` - 1 older generations stay when this one is committed: the newest good ones, newest first.
+
+    The record says it, so that all nodes keep the same ones, whichever records they have missed.
+    """
+    older = (record.generation, *record.keeps) if record is not None else () if base is None else (base,)
+    good = [
+        one for one in older if age_order(one) < age_order(generation) and not (fence is not None and fence.kills(one))
+    ]
+    return tuple(good[: max(0, count - 1)])
 
 
 def missing_ranks(reported: Set[int] | Mapping[int, object], world: int) -> list[int]:

@@ -16,7 +16,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from flashckpt.agent.ballot import Ballot
-from flashckpt.agent.commit import abandoned_by, droppable, launch_of, missing_ranks, threshold
+from flashckpt.agent.commit import abandoned_by, droppable, keeps, launch_of, missing_ranks, threshold
 from flashckpt.agent.flushing import Flushing
 from flashckpt.agent.healing import Healing
 from flashckpt.agent.messages import (
@@ -373,7 +373,7 @@ class AgentCore:
         shard = held.shard
         self._transfers.drop(shard)
         owner = self._owner_of(shard)
-        if owner is None:
+        if owner is None or self._is_beside(shard.generation):
             return
         if owner != self.node_id:
             self._wanted[shard] = held.digest
@@ -524,6 +524,8 @@ class AgentCore:
             return f"step {step} is being written"
         if record is not None and record.generation == shard.generation:
             return f"step {step} is the newest committed one"
+        if record is not None and shard.generation in record.keeps:
+            return f"step {step} is one of those that keep_memory keeps"
         lacking = self._transfers.of(shard)
         if lacking:
             return f"step {step} is not on " + ", ".join(
@@ -736,7 +738,8 @@ class AgentCore:
     def _commit(self, generation: Generation, now: float) -> None:
         if self.session is None:
             return
-        record = Record(generation, self.session.world, self.replicas, now + self._wall_offset)
+        stay = keeps(generation, self.session.keep_memory, self.threshold, self.fence, self.base)
+        record = Record(generation, self.session.world, self.replicas, now + self._wall_offset, stay)
         reports = self._ballot.reports(generation)
         self._take_record(record)
         if self._healing is not None and self.kept == generation:
@@ -781,7 +784,12 @@ class AgentCore:
         kept = [one for one in self.records if one.generation != record.generation]
         self.records = _newest_records((*kept, record))
         if record.replicas > 0:
-            self._out.append(Notify(record.generation, Level.REPLICATED))
+            # What it keeps was committed before: whoever missed that record hears of it now.
+            heard = {g for one in kept for g in (one.generation, *one.keeps)}
+            missed = [g for g in reversed(record.keeps) if self._is_of_this_launch(g) and g not in heard]
+            self._out += [Notify(g, Level.REPLICATED) for g in (*missed, record.generation)]
+        self._wanted = {s: digest for s, digest in self._wanted.items() if not self._is_beside(s.generation)}
+        self._sources = {s: nodes for s, nodes in self._sources.items() if s in self._wanted}
         self._ballot.forget(self._is_overtaken)
         self.voids = {g: reason for g, reason in self.voids.items() if not self._is_overtaken(g)}
         self._own_voids = {g: None for g in self._own_voids if not self._is_overtaken(g)}
@@ -1088,6 +1096,10 @@ class AgentCore:
     def _is_overtaken(self, generation: Generation) -> bool:
         record = self.threshold
         return record is not None and age_order(generation) <= age_order(record.generation)
+
+    def _is_beside(self, generation: Generation) -> bool:
+        """An older one that stays for now. Copies that it loses are not brought back: a newer one is safe."""
+        return self.threshold is not None and generation in self.threshold.keeps
 
     def _is_of_this_launch(self, generation: Generation) -> bool:
         return self.session is not None and launch_of(generation) == self.session.launch

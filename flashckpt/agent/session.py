@@ -24,6 +24,7 @@ def encode_session(session: Session, base: Generation | None = None) -> bytes:
             "replicas": session.replicas,
             "strategy": session.strategy,
             "slots_per_rank": session.slots_per_rank,
+            "keep_memory": session.keep_memory,
             "persist": None if session.persist is None else asdict(session.persist),
             "base": None if base is None else list(base),
         }
@@ -44,6 +45,7 @@ def decode_session(data: bytes) -> Session:
             strategy=str(found["strategy"]),
             slots_per_rank=_natural(found["slots_per_rank"]),
             persist=_persist(found.get("persist")),
+            keep_memory=_natural(found.get("keep_memory", 1)),
         )
     except (ValueError, KeyError, TypeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptShardError(f"session: expected what encode_session() writes, found: {error!r}") from error

@@ -37,7 +37,18 @@ from flashckpt.rpc.checks import text as _text
 from flashckpt.rpc.checks import world as _world
 from flashckpt.rpc.errors import printable, shorten
 from flashckpt.store.owner import Owner
-from flashckpt.types import Fence, Generation, Launch, Level, Member, PersistSettings, Record, Session, ShardId
+from flashckpt.types import (
+    MAX_KEEPS,
+    Fence,
+    Generation,
+    Launch,
+    Level,
+    Member,
+    PersistSettings,
+    Record,
+    Session,
+    ShardId,
+)
 from flashckpt.v1 import agent_pb2, common_pb2, peer_pb2
 
 if TYPE_CHECKING:
@@ -122,6 +133,7 @@ def to_record(record: Record) -> common_pb2.Record:
         world=record.world,
         replicas=record.replicas,
         committed_at=record.committed_at,
+        keeps=map(to_generation, record.keeps),
     )
 
 
@@ -129,7 +141,8 @@ def from_record(message: common_pb2.Record) -> Record:
     generation = needed(message, "generation", from_generation)
     if not math.isfinite(message.committed_at):
         raise _refused("committed_at", "seconds since 1970", message.committed_at)
-    return Record(generation, _world(message.world), message.replicas, message.committed_at)
+    keeps = tuple(map(from_generation, _bounded(message.keeps, "keeps", MAX_KEEPS)))
+    return Record(generation, _world(message.world), message.replicas, message.committed_at, keeps)
 
 
 # --- the agent's own service
@@ -174,6 +187,7 @@ def to_session(session: Session) -> agent_pb2.Session:
         strategy=session.strategy,
         slots_per_rank=session.slots_per_rank,
         persist=maybe(session.persist, to_persist),
+        keep_memory=session.keep_memory,
     )
 
 
@@ -230,7 +244,10 @@ def from_session(message: agent_pb2.Session) -> Session:
         raise _refused("members", "the order of their lowest rank", [m.ranks[0] for m in members][:16])
     strategy = name(message.strategy, "strategy")
     persist = optional(message, "persist", from_persist)
-    return Session(launch, world, members, message.replicas, strategy, message.slots_per_rank, persist)
+    keep_memory = positive(message.keep_memory, "keep_memory") if message.HasField("keep_memory") else 1
+    if keep_memory > MAX_KEEPS:
+        raise _refused("keep_memory", f"at most {MAX_KEEPS}", keep_memory)
+    return Session(launch, world, members, message.replicas, strategy, message.slots_per_rank, persist, keep_memory)
 
 
 def _from_member(message: agent_pb2.Member) -> Member:

@@ -112,7 +112,7 @@ class AgentSlots:
 
     def prepare(self, size_bytes: int) -> None:
         # What is being flushed stays while newer generations are written.
-        count = self._config.slots_per_rank + (self._session.persist is not None)
+        count = self._config.slots + (self._session.persist is not None)
         self._link.call(
             lambda client, ticket, left: client.prepare(ticket, size_bytes, count, left),
             self._config.start_timeout,

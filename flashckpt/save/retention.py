@@ -87,17 +87,20 @@ def _judge_one(
     return Verdict(State.COMPLETE, "all ranks sealed")
 
 
-def releasable(verdicts: Mapping[Generation, Verdict]) -> set[Generation]:
-    """Generations whose shards may be recycled: dead ones, and those older than the newest complete one.
+def releasable(verdicts: Mapping[Generation, Verdict], keep: int = 1) -> set[Generation]:
+    """Generations whose shards may be recycled: dead ones, and those older than the newest complete one that are not
+    among the `keep` newest complete ones.
 
     Invariant 1 for one node: the newest complete generation stays until a newer one is complete.
     """
-    newest = max((age_order(g) for g, v in verdicts.items() if v.state is State.COMPLETE), default=None)
+    complete = sorted((g for g, v in verdicts.items() if v.state is State.COMPLETE), key=age_order, reverse=True)
+    stays = set(complete[: max(1, keep)])
     # A pending one goes too once a newer one is complete: nobody needs it any more.
     return {
         generation
         for generation, verdict in verdicts.items()
-        if verdict.state in (State.DEAD, State.DISAGREES) or (newest is not None and age_order(generation) < newest)
+        if verdict.state in (State.DEAD, State.DISAGREES)
+        or (complete and generation not in stays and age_order(generation) < age_order(complete[0]))
     }
 
 

@@ -106,10 +106,10 @@ class OwnSlots:
         me = Owner.current()
         while True:
             scan, verdicts = judge_store(self._store, self.launch)
-            free = releasable(verdicts)
+            free = releasable(verdicts, self._config.keep_memory)
             mine = [one for one in scan if one.writer == me]
             self._release_left_behind([one for one in scan if one.writer != me], free, shard)
-            if len(mine) < self._config.slots_per_rank:
+            if len(mine) < self._config.slots:
                 return self._store.claim(size_bytes)
             if not self._trimmed:
                 # All slots of our own: what earlier processes left (of another world size, say) is nobody's any more.
@@ -133,7 +133,7 @@ class OwnSlots:
     def prepare(self, size_bytes: int) -> None:
         me = Owner.current()
         mine = sum(one.writer == me for one in self._store.scan())
-        self._store.prepare(size_bytes, max(0, self._config.slots_per_rank - mine))
+        self._store.prepare(size_bytes, max(0, self._config.slots - mine))
 
     def follow(self, handle: SaveHandle) -> None:
         """Sealed is as far as it gets."""
@@ -164,7 +164,7 @@ class OwnSlots:
         pending = "; ".join(f"{g}: {v.reason}" for g, v in verdicts.items() if v.state is State.PENDING)
         if self._config.on_busy == "skip" or time.monotonic() > deadline:
             raise BusyError(
-                f"{shard}: all {self._config.slots_per_rank} slots hold generations that are still needed; {pending}",
+                f"{shard}: all {self._config.slots} slots hold generations that are still needed; {pending}",
                 hint="save less often, raise slots_per_rank, or look for the ranks that lag",
                 step=shard.generation.step,
             )

@@ -17,7 +17,7 @@ from flashckpt.failpoints import failpoint
 from flashckpt.store.fence import read_fence
 from flashckpt.store.names import Draft, parse_record_name, record_name
 from flashckpt.store.small_files import frame, read_framed, write_aside
-from flashckpt.types import Generation, Record
+from flashckpt.types import MAX_KEEPS, Generation, Record
 
 if TYPE_CHECKING:
     from flashckpt.store.directory import Directory
@@ -27,6 +27,7 @@ KEPT_RECORDS = 4
 _log = logging.getLogger(__name__)
 _MAGIC = b"FCRECRD1"
 _FIELDS = struct.Struct("<QQQQIId")
+_KEPT = struct.Struct("<QQQQ")  # after the fields, one for each generation that stays
 
 
 def write_record(directory: Directory, record: Record, writer: Owner) -> None:
@@ -73,18 +74,21 @@ def drop_records(directory: Directory, older_than: Generation) -> int:
 
 def _encode(record: Record) -> bytes:
     try:
-        return _FIELDS.pack(*record.generation, record.world, record.replicas, record.committed_at)
+        fields = _FIELDS.pack(*record.generation, record.world, record.replicas, record.committed_at)
+        return fields + b"".join(_KEPT.pack(*one) for one in record.keeps[:MAX_KEEPS])
     except struct.error as error:
         raise ConfigError(f"commit record of {record.generation}: {error}, found {record}") from error
 
 
 def _decode(payload: bytes) -> Record | None:
-    if len(payload) != _FIELDS.size:
+    count, rest = divmod(len(payload) - _FIELDS.size, _KEPT.size)
+    if rest or not 0 <= count <= MAX_KEEPS:
         return None
-    epoch, nonce, step, seq, world, replicas, committed_at = _FIELDS.unpack(payload)
+    epoch, nonce, step, seq, world, replicas, committed_at = _FIELDS.unpack_from(payload)
     if not math.isfinite(committed_at):
         return None
-    return Record(Generation(epoch, nonce, step, seq), world, replicas, committed_at)
+    keeps = tuple(Generation(*one) for one in _KEPT.iter_unpack(payload[_FIELDS.size :]))
+    return Record(Generation(epoch, nonce, step, seq), world, replicas, committed_at, keeps)
 
 
 def _generations(directory: Directory) -> list[Generation]:

@@ -66,6 +66,23 @@ def test_saves_back_to_back_are_all_kept_in_turn(make, memory_dir):
     assert torch.equal(live["weights"], state(40)["weights"])
 
 
+def test_keep_memory_keeps_the_newest_ones_and_an_older_one_can_be_loaded(make, memory_dir):
+    checkpointer = make(keep_memory=3)
+    for step in (10, 20, 30, 40, 50):
+        assert checkpointer.save(step, state(step)).outcome == "ok"
+    wait_until(
+        lambda: [g["step"] for g in status(memory_dir)["generations"] if g["shards"]] == [50, 40, 30],
+        "the newest three stay",
+    )
+    live = state(0)
+    assert make(keep_memory=3).load(live, step=30).step == 30
+    assert torch.equal(live["weights"], state(30)["weights"])
+    # What lay above it was left behind by that load.
+    wait_until(
+        lambda: [g["step"] for g in status(memory_dir)["generations"] if g["shards"]] == [30], "the others are dead"
+    )
+
+
 def test_a_load_takes_the_agent_over_before_it_looks(make):
     """Else the older launch could commit a newer step meanwhile, and free what is being read."""
     old, new = make(), make()

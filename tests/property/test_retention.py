@@ -21,10 +21,10 @@ fences = st.none() | st.builds(Fence, step=st.integers(-1, 5), epoch=st.integers
 launches = st.none() | st.builds(Launch, epoch=st.integers(1, 3), nonce=st.just(7))
 
 
-@given(tags, launches, fences, st.sets(generations, max_size=3))
-def test_the_newest_complete_one_is_never_released(tags, launch, fence, voids):
+@given(tags, launches, fences, st.sets(generations, max_size=3), st.integers(1, 4))
+def test_the_newest_complete_ones_are_never_released(tags, launch, fence, voids, keep):
     verdicts = judge(tags, launch, fence, voids)
-    free = releasable(verdicts)
+    free = releasable(verdicts, keep)
     complete = [g for g, verdict in verdicts.items() if verdict.state is State.COMPLETE]
     for g in complete:
         ranks = {shard.rank for shard in tags if shard.generation == g}
@@ -33,7 +33,9 @@ def test_the_newest_complete_one_is_never_released(tags, launch, fence, voids):
     if complete:
         newest = max(complete, key=age_order)
         assert newest not in free
-        assert all(age_order(g) >= age_order(newest) or g in free for g in verdicts)
+        kept = sorted(complete, key=age_order)[-keep:]
+        assert not free & set(kept)
+        assert all(age_order(g) >= age_order(newest) or g in free or g in kept for g in verdicts)
     # What this launch may still complete stays, unless something newer is whole.
     for g, verdict in verdicts.items():
         if verdict.state is State.PENDING and g in free:

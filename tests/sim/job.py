@@ -168,6 +168,7 @@ class Job:
             replicas=world.swarm.replicas,
             strategy=world.swarm.strategy,
             slots_per_rank=world.swarm.slots,
+            keep_memory=world.swarm.keep,
         )
         self.launches.append(launch)
         if world.trace:

@@ -56,6 +56,11 @@ class Swarm:
     scans_first: bool = True
     stopped: bool = False  # no new saves
 
+    @property
+    def keep(self) -> int:
+        """Committed generations that stay: as many as fit beside the one that is written."""
+        return self.slots - 1
+
 
 def draw(rng: random.Random) -> Swarm:
     nodes = rng.choice((1, 2, 2, 2, 3, 3, 3, 4, 4, 5))
@@ -251,10 +256,13 @@ def _unfinished(world: World, job: Job) -> list[str]:
             found.append(f"{machine} holds other shards than it believes")
         for shard, file in machine.files.items():
             older = file.instance.launch is not launch or file.instance.place < launch.newest.place
-            if older:
+            kept = core.threshold.keeps if core.threshold is not None else ()
+            if older and shard.generation not in kept:
                 found.append(f"{machine} still holds rank {shard.rank} of {file.instance}")
             elif file.instance is launch.newest or (file.instance is job.latest and _is_left_open(job)):
                 continue
+            elif shard.generation in kept:
+                continue  # nobody waits for it any more: a newer one has got further
             elif (machine.name, shard.generation) not in job.resolved:
                 found.append(f"{machine} never says what becomes of {file.instance}")
     for rank in range(launch.world):

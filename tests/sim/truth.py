@@ -107,11 +107,14 @@ class Truth:
         bound = newest is not None and machine in newest.members
         if instance is self.promised and bound and file.good:
             raise Violation("NO-EARLY-GC", f"{machine} drops {shard} of the promised {instance}: {reason}")
+        said = machine.core.threshold if machine.core is not None else None
+        if said is not None and shard.generation in said.keeps and file.good:
+            raise Violation("KEPT", f"{machine} drops {shard} of {instance}, which its newest record keeps: {reason}")
         if bound and newest is not None and newest.base is instance and not newest.has_committed and file.good:
             raise Violation("BASE-KEPT", f"{machine} drops {shard} of {instance}, which the job stands on: {reason}")
 
     def on_replicated(self, machine: Machine, generation: Generation) -> None:
-        if all(record.generation != generation for record in machine.records):
+        if all(generation not in (record.generation, *record.keeps) for record in machine.records):
             raise Violation("RECORD-FIRST", f"{machine} calls {self.instances[generation]} replicated without a record")
 
     def on_choice(self, launch: SimLaunch, visible: Iterable[Machine], chosen: Instance | None, asked: bool) -> None:

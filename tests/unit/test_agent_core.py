@@ -44,9 +44,9 @@ FENCE = Fence(step=-1, epoch=100, nonce=7)
 LIMITS = Limits(beat=1.0, retry_first=0.1, retry_most=0.4, peer_timeout=10.0)
 
 
-def session(nodes=2, replicas=1, launch=LAUNCH, slots=2):
+def session(nodes=2, replicas=1, launch=LAUNCH, slots=2, keep=1):
     members = tuple(Member(f"n{i}", f"10.0.0.{i}:1", "", (i,)) for i in range(nodes))
-    return Session(launch, nodes, members, replicas, "ring", slots)
+    return Session(launch, nodes, members, replicas, "ring", max(slots, keep + 1), keep_memory=keep)
 
 
 def generation(step, launch=LAUNCH, seq=1):
@@ -96,8 +96,8 @@ def put(one, sender="n0", launch=LAUNCH):
 class Nodes:
     """Several cores whose messages and pushes are carried at once, in order."""
 
-    def __init__(self, nodes, replicas):
-        self.cores = {f"n{i}": agent(f"n{i}", nodes=nodes, replicas=replicas) for i in range(nodes)}
+    def __init__(self, nodes, replicas, keep=1):
+        self.cores = {f"n{i}": agent(f"n{i}", nodes=nodes, replicas=replicas, keep=keep) for i in range(nodes)}
         self.notified = []
         self.world = nodes
 
@@ -278,6 +278,56 @@ def test_a_generation_is_committed_everywhere_when_all_ranks_are_replicated(node
         assert len(core.held) == 1 + replicas
     told_level = {(node, step) for node, step, level in world.notified if level is Level.REPLICATED}
     assert told_level == ({(f"n{i}", step) for i in range(nodes) for step in (1, 2)} if replicas else set())
+
+
+@pytest.mark.parametrize(("keep", "kept"), [(1, [5]), (2, [4, 5]), (3, [3, 4, 5])])
+def test_as_many_committed_generations_stay_as_were_asked_for(keep, kept):
+    world = Nodes(3, 1, keep=keep)
+    for step in range(1, 6):
+        for rank in range(3):
+            world.seal(step, rank)
+    assert all(world.steps(node) == kept for node in world.cores)
+    coordinator = world.cores["n0"]
+    assert [g.step for g in coordinator.threshold.keeps] == kept[-2::-1]
+    # The next one finds a slot beside them, and the one after it does not before a commit.
+    assert only(Grant, want(coordinator, 6))
+    core = coordinator.handle(Sealed(held(6, 0, 3)), 2.0)
+    assert not only(Release, core)
+    (busy,) = only(RefuseBusy, want(coordinator, 7, number=2))
+    assert busy.reason.count("one of those that keep_memory keeps") == keep - 1
+
+
+def test_what_was_loaded_is_one_of_those_that_stay():
+    base = generation(9, Launch(50, 1))
+    core = AgentCore("n0", LIMITS)
+    core.handle(Started((held(9, 0, 1, Launch(50, 1)), held(8, 0, 1, Launch(50, 1))), None, (), None), 0.0)
+    core.handle(Begun(session(nodes=1, replicas=0, keep=2)), 0.0)
+    core.handle(FencePut(LAUNCH, Fence(9, LAUNCH.epoch, LAUNCH.nonce), base), 0.0)
+    for step, stay in ((10, [9, 10]), (11, [10, 11])):
+        core.handle(Sealed(held(step, 0, 1)), 1.0)
+        assert sorted(s.generation.step for s in core.held) == stay
+
+
+def test_who_missed_a_record_learns_from_the_next_that_it_was_there():
+    core = agent("n1", keep=2)
+    for step in (1, 2, 3):
+        core.handle(Sealed(held(step, 1)), 1.0)
+    record = Record(generation(3), 2, 1, 0.0, (generation(2),))
+    effects = told(core, "n0", Announce(record, ()))
+    told_of = [(effect.generation.step, effect.level) for effect in only(Notify, effects)]
+    assert told_of == [(2, Level.REPLICATED), (3, Level.REPLICATED), (1, Level.NONE)]
+    assert [effect.shard.generation.step for effect in only(Release, effects)] == [1]
+
+
+def test_a_fence_takes_what_a_record_kept():
+    world = Nodes(1, 0, keep=3)
+    for step in (1, 2, 3):
+        world.seal(step, 0)
+    core = world.cores["n0"]
+    newer = Launch(200, 1)
+    core.handle(Begun(session(nodes=1, replicas=0, keep=3, launch=newer)), 2.0)
+    core.handle(FencePut(newer, Fence(1, newer.epoch, newer.nonce), generation(1)), 2.0)
+    assert world.steps("n0") == [1]
 
 
 def test_the_record_is_durable_before_anybody_hears_of_it():

@@ -26,6 +26,9 @@ def test_the_contract_example_is_accepted():
         ("interval", 1.5),
         ("replicas", -1),
         ("slots_per_rank", 1),
+        ("keep_memory", 0),
+        ("keep_memory", True),
+        ("keep_memory", 65),
         ("threads", 0),
         ("memory_budget_bytes", -5),
         ("save_timeout", 0),
@@ -38,6 +41,14 @@ def test_the_contract_example_is_accepted():
 def test_bad_values_are_refused_by_name(field, value):
     with pytest.raises(ConfigError, match=field):
         CheckpointConfig(**{field: value})
+
+
+def test_what_is_kept_needs_its_slots_beside_the_one_that_is_written():
+    assert CheckpointConfig().slots == 2
+    assert CheckpointConfig(keep_memory=3).slots == 4
+    assert CheckpointConfig(keep_memory=3, slots_per_rank=6).slots == 6
+    with pytest.raises(ConfigError, match="slots_per_rank: expected at least 4, found 3"):
+        CheckpointConfig(keep_memory=3, slots_per_rank=3)
 
 
 def test_two_persist_intervals_are_refused():

@@ -476,6 +476,18 @@ def test_prewarm_makes_the_slots_ahead(job):
         assert manager.save(3).wait("sealed", timeout=60) == "ok"
 
 
+def test_keep_memory_keeps_the_newest_steps_whole(job):
+    one = job(keep_memory=2, interval=1)
+    with one.manager() as manager:
+        for step in range(1, 6):
+            one.step()
+            manager.save(step).wait("sealed", timeout=60)
+            assert set(manager.all_steps()) >= {step, max(1, step - 1)}
+        assert manager.checkpointer.store.status().pool.files <= 1  # as many slots as it may have, and no more
+    with job(keep_memory=2).manager() as manager:
+        assert manager.load(4).step == 4
+
+
 def test_load_only(job):
     job().run(4)
     one = job(load_only=True)

@@ -30,8 +30,8 @@ fences = st.builds(Fence, st.integers(-(1 << 63), (1 << 63) - 1), epochs, nonces
 generations = st.builds(Generation, counts, nonces, counts, counts)
 worlds = st.integers(1, 1 << 24)
 shards = st.builds(lambda generation, world, rank: ShardId(generation, rank % world, world), generations, worlds, small)
-records = st.builds(Record, generations, worlds, small, st.floats(allow_nan=False, allow_infinity=False))
 voids = st.lists(generations, max_size=4).map(tuple)
+records = st.builds(Record, generations, worlds, small, st.floats(allow_nan=False, allow_infinity=False), voids)
 few_names = st.lists(names, max_size=4).map(tuple)
 few_ranks = st.lists(small, max_size=4).map(tuple)
 copies = st.lists(st.builds(wire.Copy, small, names, names, st.just(b"") | digests), max_size=4).map(tuple)
@@ -106,7 +106,8 @@ def sessions(draw):
     owner = list(range(len(nodes))) + [draw(st.integers(0, len(nodes) - 1)) for _ in range(world - len(nodes))]
     ranks = [tuple(rank for rank in range(world) if owner[rank] == node) for node in range(len(nodes))]
     members = [Member(name, draw(texts), draw(texts), mine) for name, mine in zip(nodes, ranks, strict=True)]
-    return Session(draw(launches), world, tuple(members), draw(small), draw(names), draw(small))
+    keep = draw(st.integers(1, 64))
+    return Session(draw(launches), world, tuple(members), draw(small), draw(names), draw(small), keep_memory=keep)
 
 
 def through(message):
@@ -213,6 +214,7 @@ REFUSED = {
     "world": (convert.from_shard, common_pb2.ShardId(generation=GENERATION, rank=0, world=(1 << 24) + 1)),
     "step": (convert.from_generation, common_pb2.Generation(step=1 << 63)),
     "epoch": (convert.from_launch, common_pb2.Launch(epoch=(1 << 64) - 1)),
+    "keeps": (convert.from_record, common_pb2.Record(generation=GENERATION, world=1, keeps=[GENERATION] * 65)),
     "committed_at": (convert.from_record, common_pb2.Record(generation=GENERATION, world=1, committed_at=math.nan)),
     "digest": opening(digest=bytes(15)),
     "size_bytes": opening(size_bytes=0),

@@ -210,6 +210,15 @@ def test_record_with_numbers_that_do_not_fit(store, bad):
     assert store.read_records() == ()
 
 
+def test_a_record_says_what_stays_beside_it(store):
+    kept = Record(Generation(1, 2, 30, 4), 4, 1, 1234.5, (Generation(1, 2, 20, 4), Generation(1, 2, 10, 4)))
+    store.write_record(kept)
+    assert store.read_records() == (kept,)
+    path = store.path / record_name(kept.generation)
+    path.write_bytes(path.read_bytes()[:-8])
+    assert store.read_records() == ()
+
+
 def test_names_of_records_and_drafts():
     generation = Generation(5, 0xABC, 7, 9)
     assert record_name(generation) == "record-5-0000000000000abc-7-9"
