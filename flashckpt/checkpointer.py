@@ -325,9 +325,11 @@ class Checkpointer:
         *,
         strict: bool = True,
         cast: bool = False,
+        only_hf: bool = False,
         screen: Callable[[Found], Callable[[str], bool]] | None = None,
     ) -> LoadResult:
-        """Fills the state dict from the checkpoint at `path`, this job's or another's, ours or plain DCP's. Collective.
+        """Fills the state dict from the checkpoint at `path`, this job's or another's, ours or plain DCP's, or from a
+        Hugging Face model, whose tensors are found below `model` (`only_hf` refuses anything else). Collective.
 
         Nothing is taken over: where the job itself has saved something, it has to be loaded, or given up by
         `start_fresh`, before the next save. NotFoundError where there is no checkpoint.
@@ -338,7 +340,7 @@ class Checkpointer:
 
             request = Request(strict=strict, cast=cast, verify=self.config.verify, threads=self._threads, screen=screen)
             ground = self.ground()
-            return load_path(Recovery(ground), ground, path, state_dict, request)
+            return load_path(Recovery(ground), ground, path, state_dict, request, only_hf=only_hf)
 
     def start_fresh(self) -> None:
         """Declares everything that earlier launches saved dead. Collective. Their memory is reused by later saves."""

@@ -187,6 +187,17 @@ class CheckpointConfig:
     initial_load_model_only: bool = True
     """Take only the model from initial_load_path."""
 
+    initial_load_in_hf: bool = False
+    """initial_load_path has to be a Hugging Face model (safetensors). Such ones are recognised anyway; this refuses
+    anything else."""
+
+    initial_load_key_mapping: Mapping[str, str] | None = None
+    """Names of the model → names in initial_load_path, as `load(key_mapping=…)` but for that checkpoint alone."""
+
+    save_cooldown: float = 0.0
+    """Least seconds between saves that are due by an interval or a save_policy; rank 0's clock decides for all. What
+    is forced, fixed, the first, the last or asked to be persisted is saved all the same."""
+
     def __post_init__(self) -> None:
         self._check_manager()
         for name, minimum in (("interval", 1), ("replicas", 0), ("keep_memory", 1)):
@@ -244,7 +255,13 @@ class CheckpointConfig:
             not isinstance(self.async_mode, str) or self.async_mode.lower() not in _ASYNC_MODES
         ):
             raise ConfigError(f"async_mode: expected one of {_ASYNC_MODES}, found {self.async_mode!r}")
-        for name in ("overlap", "enable_first_step_checkpoint", "load_only", "initial_load_model_only"):
+        for name in (
+            "overlap",
+            "enable_first_step_checkpoint",
+            "load_only",
+            "initial_load_model_only",
+            "initial_load_in_hf",
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}: expected True or False, found {getattr(self, name)!r}")
         for name in ("exclude_from_loading", "fixed_steps"):
@@ -267,6 +284,16 @@ class CheckpointConfig:
             path = self.initial_load_path
             if not path or not (os.path.isabs(path) or "://" in path):
                 raise ConfigError(f"initial_load_path: expected an absolute path or a URL, found {path!r}")
+        if self.initial_load_in_hf and (self.initial_load_path is None or not self.initial_load_model_only):
+            missing = "initial_load_path" if self.initial_load_path is None else "initial_load_model_only=True"
+            raise ConfigError(
+                f"initial_load_in_hf: expected {missing} as well",
+                hint="a Hugging Face model is a model and nothing else",
+            )
+        if self.initial_load_key_mapping is not None and self.initial_load_path is None:
+            raise ConfigError("initial_load_key_mapping: expected initial_load_path as well")
+        if not isinstance(self.save_cooldown, (int, float)) or not 0 <= self.save_cooldown < float("inf"):
+            raise ConfigError(f"save_cooldown: expected seconds from 0 on, found {self.save_cooldown!r}")
 
     def _check_persist(self) -> None:
         if self.persist_dir is not None and not (os.path.isabs(self.persist_dir) or "://" in self.persist_dir):

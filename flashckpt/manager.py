@@ -13,6 +13,7 @@ from flashckpt.checkpointer import Checkpointer
 from flashckpt.config import CheckpointConfig
 from flashckpt.errors import ClosedError, ConfigError, ConflictError, DeadlineError, FlashError
 from flashckpt.training.assemble import DATALOADER, KNOWN, MODEL, TrainingState
+from flashckpt.training.cooldown import Cooldown
 from flashckpt.training.files import persisted_steps, write_file
 from flashckpt.training.gate import OptimizerGate
 from flashckpt.training.metrics import Event, Metrics, Recorder
@@ -84,8 +85,15 @@ class CheckpointManager:
         self._initial: LoadResult | None = None
         self._to_flush: list[SaveHandle] = []
         self._checkpointer = Checkpointer(self.config, process_group=process_group)
+        self._cooldown = self._make_cooldown()
         self._gate = OptimizerGate(self.config.save_timeout, self._recorder.held)
         self._gate.install(self._state.optimizers)
+
+    def _make_cooldown(self) -> Cooldown:
+        if self._checkpointer.disabled:
+            return Cooldown(0.0, "", 0, 1)
+        name, world = self._checkpointer.launch_name
+        return Cooldown(self.config.save_cooldown, name, self._checkpointer.topology.rank, world)
 
     # --- save -----------------------------------------------------------------------------------------------
 
@@ -97,7 +105,15 @@ class CheckpointManager:
         self, step: int, *, last_step: bool = False, force: bool = False, persist: bool | None = None
     ) -> Decision:
         """As `should_save`, with the reason."""
-        return decide(step, self.config, last_step=last_step, force=force, persist=persist, policy=self._policy)
+        return decide(
+            step,
+            self.config,
+            last_step=last_step,
+            force=force,
+            persist=persist,
+            policy=self._policy,
+            cooled=not isinstance(step, int) or self._cooldown.permits(step),
+        )
 
     def save(
         self,
@@ -120,6 +136,7 @@ class CheckpointManager:
         stopping = self._signals is not None and self._signals.is_final(step)
         decision = self.decide(step, last_step=last_step, force=force or stopping, persist=persist)
         self._seen, self._said = step, (extra, compat)
+        self._cooldown.note(step, decision.save)
         self._poll()
         if not decision.save:
             return None
@@ -224,7 +241,8 @@ class CheckpointManager:
         parts be missing. `key_mapping` renames: names of the model → names in the checkpoint. `expect` is compared
         with what `save(compat=…)` declared, before any tensor is read.
 
-        `path` loads that checkpoint instead, of this run or another, ours or a foreign DCP one. Where the job has saved
+        `path` loads that checkpoint instead, of this run or another: ours, a foreign DCP one, or a Hugging Face model
+        (safetensors; only the model, converted to its dtypes). Where the job has saved
         nothing, `config.initial_load_path` is taken; with `initial_load_model_only` that is still a fresh start: None
         is returned, and `initial_load` has the result.
         """
@@ -247,7 +265,7 @@ class CheckpointManager:
                 strict=strict,
                 cast=cast,
                 allow_fresh=allow_fresh,
-                screen=lambda found: screen(found, wish, self._state.optimizer),
+                screen=lambda found: screen(found, wish, self._state.model, self._state.optimizer),
             )
         if result is not None:
             return self._finish_load(result, template)
@@ -260,14 +278,18 @@ class CheckpointManager:
         model_only = self.config.initial_load_model_only
         if model_only:
             wish = dataclasses.replace(wish, parts=(MODEL,), kept=())
-        self._initial = self._load_path(self.config.initial_load_path, wish, key_mapping, cast)
+        path, own_mapping = self.config.initial_load_path, self.config.initial_load_key_mapping
+        mapping = key_mapping if own_mapping is None else own_mapping
+        self._initial = self._load_path(path, wish, mapping, cast, only_hf=self.config.initial_load_in_hf)
         if not model_only:
             return self._initial
         log.info("the model is that of %s; everything else starts anew", self.config.initial_load_path)
         self._seen = self._loaded_step = None
         return None
 
-    def _load_path(self, path: str, wish: Wish, key_mapping: Mapping[str, str] | None, cast: bool) -> LoadResult:
+    def _load_path(
+        self, path: str, wish: Wish, key_mapping: Mapping[str, str] | None, cast: bool, only_hf: bool = False
+    ) -> LoadResult:
         template = self._state.template((*wish.parts, *wish.kept))
         with self._renamed(Renaming(key_mapping)):
             result = self._checkpointer.load_path(
@@ -275,7 +297,8 @@ class CheckpointManager:
                 template.state_dict,
                 strict=wish.strict,
                 cast=cast,
-                screen=lambda found: screen(found, wish, self._state.optimizer),
+                only_hf=only_hf,
+                screen=lambda found: screen(found, wish, self._state.model, self._state.optimizer),
             )
         return self._finish_load(result, template)
 

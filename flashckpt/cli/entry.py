@@ -24,6 +24,7 @@ _COMMANDS = {
     "demo": ("flashckpt.cli.demo", "Lose a node of a training job and watch it go on, bit for bit."),
     "export": ("flashckpt.cli.export", "Write the model of a saved step for other programs."),
     "flush": ("flashckpt.cli.flush", "Bring a step from memory to persist_dir now."),
+    "import": ("flashckpt.cli.import_model", "Write another program's model as a checkpoint to start from."),
     "inspect": ("flashckpt.cli.inspect", "Show what one saved step holds."),
     "ls": ("flashckpt.cli.ls", "List the generations in this node's memory."),
     "status": ("flashckpt.cli.status", "Show this node: its agent, peers, generations and memory."),

@@ -10,6 +10,7 @@ import click
 from flashckpt.cli.memory import memory_dir_of, open_store, pick, selected_job, view
 from flashckpt.cli.options import where
 from flashckpt.cli.output import format_bytes, note, print_json, printable
+from flashckpt.cli.rename import key_map_option, read_key_map
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,7 +23,7 @@ _DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 @click.command("export")
 @click.argument("out", metavar="DIRECTORY")
-@click.option("--from", "path", metavar="PATH", help="A persisted step or a DCP checkpoint instead of memory.")
+@click.option("--from", "path", metavar="PATH", help="A persisted step, DCP or safetensors instead of memory.")
 @click.option("--step", type=click.IntRange(min=0), help="Default: the newest complete one.")
 @click.option(
     "--to", "form", type=click.Choice(_FORMS), default="hf", show_default=True, help="safetensors, torch, DCP."
@@ -36,6 +37,7 @@ _DTYPES = ("float32", "float16", "bfloat16", "float64")
     show_default=True,
     help="Most gigabytes a file.",
 )
+@key_map_option
 @click.option("--overwrite", is_flag=True, help="Replace DIRECTORY.")
 @where
 def command(
@@ -46,6 +48,7 @@ def command(
     dtype: str | None,
     part: str,
     shard_size: float,
+    key_map: str | None,
     overwrite: bool,
     job: str | None,
     memory_dir: str | None,
@@ -56,6 +59,7 @@ def command(
 
     if path is not None and step is not None:
         raise click.UsageError("--from and --step: name the directory of the step")
+    renaming = read_key_map(key_map)
     with _source(path, step, job, memory_dir) as source:
         done = export(
             source,
@@ -65,6 +69,7 @@ def command(
             part=part,
             shard_bytes=int(shard_size * 1e9),
             overwrite=overwrite,
+            rename=None if renaming is None else renaming.saved_name,
         )
     if as_json:
         content = {"step": done.step, "tensors": done.tensors, "size_bytes": done.size_bytes, "files": list(done.files)}

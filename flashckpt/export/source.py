@@ -72,7 +72,7 @@ class MemorySource:
 
 
 class PathSource:
-    """A persisted step, or a foreign DCP checkpoint."""
+    """A persisted step, a foreign DCP checkpoint, or a Hugging Face model, whose names are below `model`."""
 
     def __init__(self, path: str) -> None:
         """NotFoundError where there is none; what is not to be trusted is refused."""

@@ -16,7 +16,7 @@ from flashckpt.errors import ConfigError, ExistsError, MissingKeyError
 from flashckpt.store.rename import rename_exchange
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from flashckpt.export.source import Source, TensorInfo
 
@@ -49,10 +49,13 @@ def export(
     part: str = "model",
     shard_bytes: int = _SHARD_BYTES,
     overwrite: bool = False,
+    rename: Callable[[str], str] | None = None,
+    keep_part: bool = False,
 ) -> Exported:
-    """Writes the tensors below `part`, under their names without it, to the directory `out`.
+    """Writes the tensors below `part`, under their names without it (or, with `keep_part`, with it), to `out`.
 
-    `dtype` converts floating point tensors. Raises ExistsError where `out` is there, unless `overwrite`.
+    `dtype` converts floating point tensors, `rename` changes names (without `part`). Raises ExistsError where `out` is
+    there, unless `overwrite`.
     """
     if form not in FORMS:
         raise ConfigError(f"form: expected one of {FORMS}, found {form!r}")
@@ -67,7 +70,7 @@ def export(
     aside = f"{out.rstrip('/')}.tmp-{secrets.token_hex(4)}"
     os.mkdir(aside)
     try:
-        plan = _Plan(source, chosen, prefix, dtype)
+        plan = _Plan(source, chosen, _names(chosen, prefix, rename, keep_part), dtype)
         if form == "hf":
             _write_safetensors(plan, aside, shard_bytes)
         elif form == "torch":
@@ -84,8 +87,10 @@ def export(
 
 
 class _Plan:
-    def __init__(self, source: Source, chosen: dict[str, TensorInfo], prefix: str, dtype: torch.dtype | None) -> None:
-        self._source, self._chosen, self._prefix, self._dtype = source, chosen, prefix, dtype
+    def __init__(
+        self, source: Source, chosen: dict[str, TensorInfo], names: dict[str, str], dtype: torch.dtype | None
+    ) -> None:
+        self._source, self._chosen, self._names, self._dtype = source, chosen, names, dtype
 
     def target_dtype(self, info: TensorInfo) -> torch.dtype:
         return self._dtype if self._dtype is not None and info.dtype.is_floating_point else info.dtype
@@ -104,13 +109,24 @@ class _Plan:
         yield group
 
     def read(self, keys: list[str]) -> dict[str, torch.Tensor]:
-        return {
-            key.removeprefix(self._prefix): self._source.read(key).to(self.target_dtype(self._chosen[key]))
-            for key in keys
-        }
+        return {self._names[key]: self._source.read(key).to(self.target_dtype(self._chosen[key])) for key in keys}
 
     def everything(self) -> dict[str, torch.Tensor]:
         return self.read(list(self._chosen))
+
+
+def _names(chosen: Iterable[str], prefix: str, rename: Callable[[str], str] | None, keep_part: bool) -> dict[str, str]:
+    """What each key is called in the export. ConfigError where two would be the same."""
+    found: dict[str, str] = {}
+    taken: dict[str, str] = {}
+    for key in chosen:
+        name = key.removeprefix(prefix)
+        name = name if rename is None else rename(name)
+        other = taken.setdefault(name, key)
+        if other != key:
+            raise ConfigError(f"key mapping: {other!r} and {key!r} would both be {name!r}", key=key)
+        found[key] = f"{prefix}{name}" if keep_part else name
+    return found
 
 
 def _write_safetensors(plan: _Plan, directory: str, shard_bytes: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,9 +15,11 @@ from flashckpt.load.agree import StepBackError
 from flashckpt.load.plan import Transfer, Want
 from flashckpt.load.read import Target
 from flashckpt.persist.catalog import look
+from flashckpt.persist.foreign import open_for_manager
 from flashckpt.persist.meta import MAX_META_BYTES
 from flashckpt.persist.names import META_JSON, METADATA, step_of
 from flashckpt.persist.restore import DiskAttempt, OnDisk
+from flashckpt.persist.safetensors import SafetensorsSource, is_safetensors
 from flashckpt.persist.source import Source
 from flashckpt.persist.storage import is_url, open_storage
 from flashckpt.types import Box, Generation
@@ -28,12 +31,31 @@ if TYPE_CHECKING:
     from flashckpt.load.ground import Ground
     from flashckpt.load.recover import Recovery, Request
     from flashckpt.load.result import LoadResult
+    from flashckpt.persist.source import Opened
+    from flashckpt.persist.storage import Storage
 
 _OLMO = "model_and_optim"
 
 
-def resolve_path(path: str) -> tuple[str, str, Generation]:
-    """(directory, name in it, generation) of the checkpoint at `path`, or of the newest one in it. NotFoundError."""
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a checkpoint lies."""
+
+    root: str
+    name: str  # in it
+    generation: Generation
+    is_hf: bool = False  # safetensors as Hugging Face has them: a model and nothing else
+
+    def open(self, storage: Storage, name: str, step: int) -> Opened:
+        return SafetensorsSource(storage, name, step) if self.is_hf else Source(storage, name, step)
+
+    def open_for_manager(self, storage: Storage, name: str, step: int) -> Opened:
+        """Under the names that a CheckpointManager has for its parts, whoever has written it."""
+        return self.open(storage, name, step) if self.is_hf else open_for_manager(storage, name, step)
+
+
+def resolve_path(path: str) -> Place:
+    """The checkpoint at `path`, or the newest one in it. NotFoundError."""
     path = os.fspath(path)
     where = path.rstrip("/") if is_url(path) else os.path.abspath(path)
     if not dir_is_checkpoint(where):
@@ -46,28 +68,31 @@ def resolve_path(path: str) -> tuple[str, str, Generation]:
         where = inside[-1][1]
     root, _, name = where.rpartition("/")
     storage = open_storage(root or "/")
-    if METADATA not in (storage.list(name) or {}):
-        if METADATA not in (storage.list(f"{name}/{_OLMO}") or {}):
-            raise IncompatibleError(f"{where}: expected a DCP checkpoint, found one of another kind")
-        root, name, storage = where, _OLMO, open_storage(where)
     step = step_of(os.path.basename(where), foreign=True) or 0
+    files = storage.list(name) or {}
+    if METADATA not in files:
+        if is_safetensors(files):
+            return Place(root or "/", name, Generation(0, 0, step, 0), is_hf=True)
+        if METADATA not in (storage.list(f"{name}/{_OLMO}") or {}):
+            raise IncompatibleError(f"{where}: expected a DCP checkpoint or safetensors, found one of another kind")
+        root, name, storage = where, _OLMO, open_storage(where)
     data = storage.read(f"{name}/{META_JSON}", 0, MAX_META_BYTES)
     if data is not None:
         step = int(json.loads(data).get("step", step))
     found = look(storage, name, step)
     if found.problem:
         raise UnusableError(f"{where}: {found.problem}")
-    return root or "/", name, found.generation
+    return Place(root or "/", name, found.generation)
 
 
-def agree_path(group: PrivateGroup, path: str) -> tuple[str, str, Generation]:
+def agree_path(group: PrivateGroup, path: str) -> Place:
     """The same on all ranks, as rank 0 sees it: a shared filesystem may show them different things. Collective."""
     answer: dict[str, Any] = {}
     error: FlashError | None = None
     if group.rank == 0:
         try:
-            root, name, generation = resolve_path(path)
-            answer = {"place": [root, name, list(generation)]}
+            place = resolve_path(path)
+            answer = {"place": [place.root, place.name, list(place.generation), place.is_hf]}
         except FlashError as raised:
             error, answer = raised, {"problem": raised.message, "class": type(raised).__name__}
         except (OSError, ValueError) as raised:
@@ -78,28 +103,41 @@ def agree_path(group: PrivateGroup, path: str) -> tuple[str, str, Generation]:
     if "problem" in told:
         classes = {one.__name__: one for one in (NotFoundError, IncompatibleError, UnusableError)}
         raise classes.get(told["class"], UnusableError)(told["problem"])
-    root, name, generation = told["place"]
-    return root, name, Generation(*generation)
+    root, name, generation, is_hf = told["place"]
+    return Place(root, name, Generation(*generation), is_hf)
 
 
 def load_path(
-    recovery: Recovery, ground: Ground, path: str, state_dict: MutableMapping[Any, Any], request: Request
+    recovery: Recovery,
+    ground: Ground,
+    path: str,
+    state_dict: MutableMapping[Any, Any],
+    request: Request,
+    *,
+    only_hf: bool = False,
 ) -> LoadResult:
     """Fills the state dict from the checkpoint at `path`. Collective; all ranks, or none."""
-    root, name, generation = agree_path(ground.group, path)
+    place = agree_path(ground.group, path)
+    if only_hf and not place.is_hf:
+        raise IncompatibleError(f"{path}: expected a Hugging Face model (safetensors), found a DCP checkpoint")
+    if place.is_hf:
+        # Published in bfloat16 mostly, whatever the training computes in; quantized ones are refused.
+        request = replace(request, cast=True)
+    opener = place.open if request.screen is None else place.open_for_manager
+    attempt = DiskAttempt(ground, place.root, OnDisk(place.name, place.generation, ""), opener)
     try:
-        return recovery.load_from(DiskAttempt(ground, root, OnDisk(name, generation, "")), state_dict, request)
+        return recovery.load_from(attempt, state_dict, request)
     except StepBackError as error:
         raise UnusableError(f"{path}: {error.message}", hint="another checkpoint has to be named") from error
 
 
-def open_path(path: str) -> Source:
+def open_path(path: str) -> Opened:
     """For one process alone."""
-    root, name, generation = resolve_path(path)
-    return Source(open_storage(root), name, generation.step)
+    place = resolve_path(path)
+    return place.open(open_storage(place.root), place.name, place.generation.step)
 
 
-def read_tensor(source: Source, key: str) -> torch.Tensor:
+def read_tensor(source: Opened, key: str) -> torch.Tensor:
     """A whole tensor, on the CPU."""
     pieces = source.stored[(key, None)]
     first = pieces[0].entry

@@ -17,6 +17,7 @@ from flashckpt.load.agree import StepBackError, agree
 from flashckpt.load.choose import Choice
 from flashckpt.load.plan import Reader
 from flashckpt.persist.catalog import list_steps, read_fence, write_fence
+from flashckpt.persist.foreign import open_for_manager
 from flashckpt.persist.source import Source
 from flashckpt.persist.storage import open_storage
 from flashckpt.types import Fence, Generation, age_order
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from flashckpt.load.read import Target
     from flashckpt.load.recover import Recovery, Request
     from flashckpt.load.result import LoadResult, SourceName
+    from flashckpt.persist.source import Opened
+    from flashckpt.persist.storage import Storage
 
 log = logging.getLogger(__name__)
 
@@ -134,14 +137,18 @@ def newer_fence(one: Fence | None, other: Fence | None) -> Fence | None:
 class DiskAttempt:
     """A persisted step as a load reads it (`load.recover.Readable`). Every rank reads what it needs by itself."""
 
-    def __init__(self, ground: Ground, persist_dir: str, one: OnDisk) -> None:
+    def __init__(
+        self, ground: Ground, persist_dir: str, one: OnDisk, opener: Callable[[Storage, str, int], Opened] = Source
+    ) -> None:
+        """`opener` makes what is read; Source for what DCP or we have written."""
         self._ground = ground
+        self._opener = opener
         self._persist_dir = persist_dir
         self._one = one
         self.generation = one.generation
         self.world = 0
         self.stored: Any = {}
-        self.catalogue: Source
+        self.catalogue: Opened
 
     @property
     def reader(self) -> Reader:
@@ -154,7 +161,7 @@ class DiskAttempt:
 
     def describe(self) -> None:
         def open_it() -> bytes:
-            self.catalogue = Source(open_storage(self._persist_dir), self._one.name, self.generation.step)
+            self.catalogue = self._opener(open_storage(self._persist_dir), self._one.name, self.generation.step)
             # As rank 0 saw it, or it was replaced since.
             if self.catalogue.generation != self.generation:
                 raise NotFoundError(f"{self.catalogue.where}: expected {self.generation}, found that it was replaced")
@@ -211,7 +218,8 @@ def load_newest(
     for turn in _in_order(choice.candidates, on_disk.candidates):
         try:
             if isinstance(turn, OnDisk):
-                result = recovery.load_from(DiskAttempt(ground, persist_dir, turn), state_dict, request)
+                opener = Source if request.screen is None else open_for_manager
+                result = recovery.load_from(DiskAttempt(ground, persist_dir, turn, opener), state_dict, request)
                 problems = [f"{g}: {why}" for g, why in choice.passed_over if age_order(g) > age_order(turn.generation)]
                 return replace(result, stepped_over=(*problems, *result.stepped_over))
             found = recovery.load(memory, replace(choice, candidates=turn), state_dict, request)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import io
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -31,8 +31,32 @@ if TYPE_CHECKING:
     from flashckpt.load.read import Target
     from flashckpt.persist.storage import Storage
     from flashckpt.persist.unpickle import DcpIndex, Location
+    from flashckpt.types import Generation
 
 _MAX_CHECKSUMS_BYTES = 4 << 30
+
+
+class Opened(Protocol):
+    """One checkpoint on disk, open for reading: what a load needs of it."""
+
+    where: str
+    generation: Generation
+    world: int
+    stored: Index
+
+    def saved_keys(self, rank: int, stored: Index) -> set[str]: ...
+
+    def values(self, rank: int) -> Values: ...
+
+    def value(self, fqn: str, rank: int) -> tuple[bool, Any]: ...
+
+    def read(
+        self,
+        transfers: Sequence[Transfer],
+        targets: Sequence[Target],
+        run: Callable[[Callable[[], torch.Tensor]], torch.Tensor],
+    ) -> None:
+        """Into the live tensors, verified as far as the format allows. `run` carries a read out."""
 
 
 class Source:

@@ -23,6 +23,7 @@ class ModelState:
     def __init__(self, parts: Sequence[nn.Module]) -> None:
         self.parts = tuple(parts)
         self.renaming = Renaming()  # of the load that is under way
+        self.tied: dict[str, frozenset[str]] = {}  # in it: names of one and the same tensor
         self._names: dict[int, dict[str, str]] = {}  # of each part: state_dict()'s names → the parameters' own
 
     def capture(self, overlap: bool) -> dict[str, Any]:
@@ -41,7 +42,9 @@ class ModelState:
         """For a load: the live tensors under the names that the checkpoint has for them."""
         state = self._collect()
         self.renaming.check(state)
-        return {self.renaming.saved_name(fqn): value for fqn, value in state.items()}
+        renamed = {self.renaming.saved_name(fqn): value for fqn, value in state.items()}
+        self.tied = _ties(renamed)
+        return renamed
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for part in self.parts:
@@ -86,6 +89,15 @@ def model_parts(model: Any) -> tuple[nn.Module, ...]:
     if not parts:
         raise ConfigError("model: expected at least one module, found an empty list")
     return parts
+
+
+def _ties(state: dict[str, Any]) -> dict[str, frozenset[str]]:
+    """Names that share their memory as a whole, as tied weights do."""
+    same: dict[tuple[int, torch.Size, torch.dtype], list[str]] = {}
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and (address := _address(value)):
+            same.setdefault((address, value.shape, value.dtype), []).append(name)
+    return {name: frozenset(names) for names in same.values() if len(names) > 1 for name in names}
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -28,8 +28,12 @@ def decide(
     force: bool = False,
     persist: bool | None = None,
     policy: Callable[[int], bool] | None = None,
+    cooled: bool = True,
 ) -> Decision:
-    """Every rank has to come to the same answer: nothing here looks at a clock or at this rank's progress."""
+    """Every rank has to come to the same answer: nothing here looks at a clock or at this rank's progress.
+
+    `cooled`: enough time has passed since the last save, as rank 0 said to all.
+    """
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
         raise ConfigError(f"step: expected an integer from 0 on, found {step!r}")
     if config.load_only:
@@ -47,11 +51,14 @@ def decide(
         if applies:
             return Decision(True, wanted, reason)
     if policy is not None:
-        saves = policy(step)
-        return Decision(saves, wanted and saves, "save_policy says so" if saves else "save_policy says not now")
-    if step > 0 and step % config.interval == 0:
-        return Decision(True, wanted, f"a multiple of interval {config.interval}")
-    return Decision(False, False, f"not a multiple of interval {config.interval}")
+        due = policy(step)
+        reason = "save_policy says so" if due else "save_policy says not now"
+    else:
+        due = step > 0 and step % config.interval == 0
+        reason = f"{'' if due else 'not '}a multiple of interval {config.interval}"
+    if due and not cooled:
+        return Decision(False, False, f"{reason}, but the last save is less than {config.save_cooldown:g} s ago")
+    return Decision(due, wanted and due, reason)
 
 
 def _due_on_disk(step: int, config: CheckpointConfig) -> bool:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
 
     from flashckpt.load.recover import Found
+    from flashckpt.training.model import ModelState
     from flashckpt.training.optimizer import OptimizerState
 
 log = logging.getLogger(__name__)
@@ -78,7 +79,9 @@ def _some(names: Collection[str]) -> str:
     return ", ".join(listed[:8]) + (" and more" if len(listed) > 8 else "") if listed else "nothing"
 
 
-def screen(found: Found, wish: Wish, optimizer: OptimizerState | None) -> Callable[[str], bool]:
+def screen(
+    found: Found, wish: Wish, model: ModelState | None, optimizer: OptimizerState | None
+) -> Callable[[str], bool]:
     """Guards, then says which keys to load. Also tells the optimizer which parameters have state."""
     _, ours = unwrap_extra(found.extra)
     guard(found.step, ours.get("compat", {}), wish.expect, wish.on_mismatch)
@@ -90,18 +93,29 @@ def screen(found: Found, wish: Wish, optimizer: OptimizerState | None) -> Callab
     if left:
         log.info("step %d: left as they are: %s", found.step, ", ".join(left))
     chosen = frozenset(parts)
+    spare = _tied_to_others(found.keys, model)
     if optimizer is None or OPTIMIZER not in chosen:
-        return lambda key: key.partition(".")[0] in chosen
+        return lambda key: key.partition(".")[0] in chosen and key not in spare
     optimizer.saved_parameters = _ancestors(key[len(_STATE) :] for key in found.keys if key.startswith(_STATE))
     without_state = optimizer.unfilled()
 
     def keep(key: str) -> bool:
-        if key.partition(".")[0] not in chosen:
+        if key.partition(".")[0] not in chosen or key in spare:
             return False
         # A parameter that never got a gradient has no state in the checkpoint, but room was made for one here.
         return not (without_state and key.startswith(_STATE) and _ancestors([key[len(_STATE) :]]) & without_state)
 
     return keep
+
+
+def _tied_to_others(keys: Collection[str], model: ModelState | None) -> frozenset[str]:
+    """Keys that the checkpoint has under another name of the same tensor: who saved it stored tied weights once."""
+    tied = {} if model is None else model.tied
+    return frozenset(
+        f"{MODEL}.{name}"
+        for name, names in tied.items()
+        if f"{MODEL}.{name}" not in keys and any(f"{MODEL}.{other}" in keys for other in names)
+    )
 
 
 def _ancestors(keys: Iterable[str]) -> set[str]:

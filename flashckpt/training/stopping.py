@@ -33,7 +33,7 @@ class StopBoard:
     """Where the ranks of a launch agree on the step to stop at. Alone, a process agrees with itself."""
 
     def __init__(self, name: str, world: int) -> None:
-        self._store = PrefixStore(f"flashckpt/{name}", _job_store()) if world > 1 else None
+        self._store = job_store(name) if world > 1 else None
         self._agreed: int | None = None
 
     def propose(self, step: int) -> int:
@@ -51,9 +51,10 @@ class StopBoard:
         return self._agreed
 
 
-def _job_store() -> Store:
+def job_store(name: str) -> Store:
+    """The store that torch.distributed keeps for the job, for one launch of ours."""
     # torch has no public name for it; torchft and torchelastic reach it the same way.
-    return dist.distributed_c10d._get_default_store()
+    return PrefixStore(f"flashckpt/{name}", dist.distributed_c10d._get_default_store())
 
 
 class SignalHandlers:

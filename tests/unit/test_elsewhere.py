@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 import flashckpt
 from flashckpt import CheckpointConfig, CheckpointManager
@@ -106,12 +107,15 @@ def test_a_path_is_loaded_as_a_whole(trained, memory_dir, tmp_path, path):
 def test_paths_that_are_no_checkpoint(trained, memory_dir, tmp_path):
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "model.safetensors").write_text("x")
+    (tmp_path / "olmo" / "model_and_optim").mkdir(parents=True)
     _, _, manager = build(memory_dir, job="other")
     with manager:
         with pytest.raises(FileNotFoundError, match="expected a checkpoint"):
             manager.load(path=str(tmp_path / "absent"))
-        with pytest.raises(flashckpt.IncompatibleError, match="of another kind"):
+        with pytest.raises(flashckpt.UnusableError, match="expected 8 bytes at 0, found 1"):
             manager.load(path=str(tmp_path / "hf"))
+        with pytest.raises(FileNotFoundError, match="expected a checkpoint"):
+            manager.load(path=str(tmp_path / "olmo"))
         with pytest.raises(flashckpt.ConfigError, match="path and step"):
             manager.load(3, path=str(tmp_path / "out"))
         data = next((tmp_path / "out" / "step-3").glob("__0_*.distcp"))
@@ -165,14 +169,66 @@ def test_a_foreign_checkpoint(trained, memory_dir, tmp_path):
         assert same(other, model)
 
 
-def test_a_foreign_checkpoint_of_another_layout(trained, memory_dir, tmp_path):
+def test_a_foreign_checkpoint_with_its_model_at_the_top(trained, memory_dir, tmp_path):
     model = trained[0]
     dcp.save(model.state_dict(), checkpoint_id=tmp_path / "bare", no_dist=True)
     other, _, manager = build(memory_dir, seed=5, job="other")
     with manager:
-        with pytest.raises(flashckpt.MissingKeyError, match="expected model"):
-            manager.load(path=str(tmp_path / "bare"), exclude_from_loading=["optimizer"], strict=False)
-        manager.checkpointer.load_path(str(tmp_path / "bare"), other.state_dict())
+        manager.load(path=str(tmp_path / "bare"), exclude_from_loading=["optimizer", "lr_scheduler"])
+        assert same(other, model)
+        third = build(memory_dir, seed=6, job="third")[0]
+        # For a state dict of the caller's, names are what they are.
+        with pytest.raises(flashckpt.MissingKeyError, match=r"model\.0\.weight"):
+            manager.checkpointer.load_path(str(tmp_path / "bare"), {"model": third.state_dict()})
+        manager.checkpointer.load_path(str(tmp_path / "bare"), third.state_dict())
+        assert same(third, model)
+
+
+def foreign_optimizer(model, optimizer, form):
+    flattened = StateDictOptions(flatten_optimizer_state_dict=form == "flattened")
+    return get_optimizer_state_dict(model, optimizer, options=flattened)
+
+
+@pytest.mark.parametrize("form", ["in groups", "flattened"])
+@pytest.mark.parametrize("part", ["optimizer", "optim"])
+def test_a_foreign_optimizer_is_recognised(trained, memory_dir, tmp_path, form, part):
+    model, optimizer, _ = trained
+    optimizer.param_groups[0]["lr"] = 0.123
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+    for _ in range(4):
+        step(model, optimizer)
+        scheduler.step()
+    state = {"model": model.state_dict(), part: foreign_optimizer(model, optimizer, form)}
+    dcp.save(
+        {**state, "lr_scheduler": scheduler.state_dict()}, checkpoint_id=tmp_path / "their" / "step-7", no_dist=True
+    )
+    # By its path, and as the newest one of this job's own directory.
+    for settings, path in (({"job": "a"}, str(tmp_path / "their")), ({"persist_dir": str(tmp_path / "their")}, None)):
+        torch.manual_seed(9)
+        other = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 2))
+        fresh = torch.optim.AdamW(other.parameters())
+        schedule = torch.optim.lr_scheduler.LambdaLR(fresh, lambda step: 1 / (step + 1))
+        config = CheckpointConfig(**{"job": "b", "memory_dir": memory_dir, **settings})
+        with CheckpointManager(config, model=other, optimizer=fresh, lr_scheduler=schedule) as manager:
+            assert manager.load(path=path).step == 7
+        assert same(other, model)
+        for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
+            assert torch.equal(fresh.state[mine]["exp_avg_sq"], optimizer.state[theirs]["exp_avg_sq"])
+            assert fresh.state[mine]["step"].item() == 7
+        assert fresh.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+        assert schedule.state_dict()["last_epoch"] == 4
+
+
+def test_an_optimizer_by_numbers_is_refused_with_the_way_out(trained, memory_dir, tmp_path, caplog):
+    model, optimizer, _ = trained
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    dcp.save(state, checkpoint_id=tmp_path / "their" / "step-7", no_dist=True)
+    other, _, manager = build(memory_dir, seed=5, job="other")
+    with manager:
+        with pytest.raises(flashckpt.MissingKeyError, match="optimizer"):
+            manager.load(path=str(tmp_path / "their"))
+        assert "numbers instead of names" in caplog.text
+        manager.load(path=str(tmp_path / "their"), exclude_from_loading=["optimizer", "lr_scheduler"])
         assert same(other, model)
 
 

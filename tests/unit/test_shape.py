@@ -59,7 +59,7 @@ OUTSIDE = {
     "failpoints": set(),
     "cli": {
         *("click", "rich", "agent", "demo", "format", "store", "save", "native", "bench", "load", "export"),
-        "persist",
+        *("persist", "training"),
     },
     "demo": {"torch", "rich", "checkpointer", "store", "testing"},
 }
