@@ -35,7 +35,7 @@ class GiveUp:
 
 @dataclass(frozen=True, slots=True)
 class FlushOrder:
-    """From the coordinator, for as long as it holds: all nodes write this generation to persist_dir."""
+    """From the node that orders, for as long as it holds: all nodes write this generation to persist_dir."""
 
     generation: Generation
     attempt: int  # another one for every try; names the temporary directory
@@ -49,7 +49,8 @@ class FlushOrder:
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """From the coordinator: the newest record of this launch, and generations that will never have one."""
+    """From the coordinator: the newest record of this launch, and generations that will never have one. The last two
+    also from the node that orders flushes where the coordinator does not answer."""
 
     record: Record | None
     voids: tuple[Generation, ...]
@@ -59,7 +60,7 @@ class Announce:
 
 @dataclass(frozen=True, slots=True)
 class Persist:
-    """To the coordinator: this generation is wanted in persist_dir."""
+    """To the node that orders flushes: this generation is wanted in persist_dir."""
 
     generation: Generation
     reason: str

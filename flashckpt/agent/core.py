@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashckpt.agent.ballot import Ballot
 from flashckpt.agent.commit import abandoned_by, droppable, keeps, launch_of, missing_ranks, threshold
+from flashckpt.agent.flush_policy import who_orders
 from flashckpt.agent.flushing import Flushing
 from flashckpt.agent.healing import Healing
 from flashckpt.agent.messages import (
@@ -200,6 +201,12 @@ class AgentCore:
         silent = self.silent(now)
         members = self.session.members if self.session is not None else ()
         return next((member.node_id for member in members if member.node_id not in silent), self.node_id)
+
+    def orderer(self, now: float) -> tuple[str, str]:
+        """The node whose flush orders count here, and why it is that one."""
+        if self.is_coordinator:  # which hears from all nodes, all the time
+            return self.node_id, "the coordinator"
+        return who_orders(self.session.members if self.session is not None else (), self.silent(now), self.node_id)
 
     def owns(self, shard: ShardId) -> bool:
         """Whether a rank of this node wrote it, in the present launch."""
@@ -412,11 +419,11 @@ class AgentCore:
         self._heal(healer, holds, now)
         neighbours = self._neighbours(healer)
         for node_id in self.peers.due(now, self.limits.beat):
-            news = [*self._news_for(node_id), *(holds if node_id == healer else ())]
+            news = [*self._news_for(node_id, now), *(holds if node_id == healer else ())]
             for body in news or ([Beat()] if node_id in neighbours else []):
                 self._send(node_id, body, now)
 
-    def _news_for(self, node_id: str) -> list[Body]:
+    def _news_for(self, node_id: str, now: float) -> list[Body]:
         """What the node has to hear again, because nothing says that it has."""
         news: list[Body] = []
         if self.session is not None and node_id == self.session.coordinator:
@@ -425,8 +432,9 @@ class AgentCore:
                 self._report_of(held) for held in self._own_shards() if not self._is_settled(held.shard.generation)
             ]
             news += map(Lost, self._sources)
-            wanted = self.flushing.wanted
-            news += [Persist(wanted.generation, wanted.reason)] if wanted is not None else []
+        wanted = self.flushing.wanted
+        if wanted is not None and node_id == self.orderer(now)[0]:
+            news.append(Persist(wanted.generation, wanted.reason))
         for shard, digest in self._wanted.items():
             owner = self._owner_of(shard)
             if owner == self.node_id and node_id in self._sources.get(shard, ()):
@@ -749,7 +757,8 @@ class AgentCore:
 
     def _announce(self, now: float) -> None:
         """Once, at once; whoever misses it finds the same in the answer to its next beat."""
-        news = Announce(self.threshold, tuple(self.voids), self.flushing.order, self.flushing.persisted)
+        decided = (self.threshold, tuple(self.voids)) if self.is_coordinator else (None, ())
+        news = Announce(*decided, self.flushing.order, self.flushing.persisted)
         for node_id in self.peers:
             self._send(node_id, news, now)
 
@@ -836,7 +845,7 @@ class AgentCore:
             copies: tuple[Copy, ...] = ()
             if self._healing is not None and isinstance(envelope.body, Holds):
                 health, copies = self._healing.answer_to(envelope.sender)
-            speaks = self.is_coordinator
+            speaks = self.orderer(now)[0] == self.node_id
             order, persisted = (self.flushing.order, self.flushing.persisted) if speaks else (None, None)
             answer = Answer(
                 self.newest,
@@ -869,11 +878,13 @@ class AgentCore:
                 self._take_report(sender, body, now)
             case GiveUp(generation) if self.is_coordinator and launch_of(generation) == self.session.launch:
                 self._take_give_up(generation, sender, now)
-            case Announce(record, voids, order, persisted) if from_coordinator:
-                self._take_news(record, voids)
-                self._hear_flush(order, persisted, now)
-            case Persist(generation, reason) if self.is_coordinator and self._is_of_this_launch(generation):
-                self._out += self.flushing.want(generation, reason)
+            case Announce(record, voids, order, persisted):
+                if from_coordinator:
+                    self._take_news(record, voids)
+                self._hear_flush(sender, order, persisted, now)
+            case Persist(generation, reason) if self._is_of_this_launch(generation):
+                if self.orderer(now)[0] == self.node_id:
+                    self._out += self.flushing.want(generation, reason)
             case Lost(shard) if self.is_coordinator and self._owner_of(shard) == sender:
                 self._take_back(shard, now)
             case Lost(shard) if self.owns(shard):
@@ -918,9 +929,9 @@ class AgentCore:
         self._learn(answer.launch, answer.fence)
         if not answer.refused and self.session is not None and event.node_id == self.session.coordinator:
             self._take_news(answer.record, answer.voids)
-            self._hear_flush(answer.flush, answer.persisted, now)
             self._own_voids = {g: None for g in self._own_voids if g not in answer.voids}
         if not answer.refused:
+            self._hear_flush(event.node_id, answer.flush, answer.persisted, now)
             self._learn_base(answer.base)
             if answer.record is not None:
                 self._learn_kept(answer.record.generation, now)
@@ -1004,7 +1015,7 @@ class AgentCore:
     # --- the persistent tier --------------------------------------------------------------------------------
 
     def _flush(self, now: float) -> None:
-        """Orders what is due, as the coordinator, and starts this node's part of what is ordered."""
+        """Orders what is due, if that is this node's to do, and starts its part of what is ordered."""
         session, placement = self.session, self.placement
         if session is None or session.persist is None or placement is None or self.is_fenced:
             return
@@ -1014,16 +1025,18 @@ class AgentCore:
             flushing.lost(wanted)
             self._out.append(Notify(wanted, Level.NONE, "it is not in memory any more"))
         down = self.silent(now)
-        self._out += flushing.without(down, self.is_coordinator)
-        if self.is_coordinator:
-            newest = self.threshold
-            committed = {record.generation for record in self.records}
+        if who_orders(session.members, down, self.node_id)[0] == self.node_id:
+            self._out += flushing.without(down, self.node_id)
+            # Where the coordinator is gone, its last record may be known to others only.
+            committed = {*(record.generation for record in self.records), self._hearsay}
+            kept = self.kept
             order = flushing.decide(
                 session.persist,
-                newest.generation if newest is not None else None,
+                kept if kept is not None and self._is_of_this_launch(kept) else None,
                 lambda g: g in committed and self._holds_own(g),
                 down,
                 now,
+                self.node_id,
             )
             if order is not None:
                 self._announce(now)
@@ -1032,29 +1045,28 @@ class AgentCore:
     def _on_flush_wanted(self, event: FlushWanted, now: float) -> None:
         if self.session is None or self.session.persist is None or self.is_fenced:
             return
-        newest, generation = self.threshold, event.generation
+        newest, generation, orderer = self.threshold, event.generation, self.orderer(now)[0]
         if generation is None:
             self.flushing.ending = event.reason
-            if newest is None or self.is_coordinator:
+            if newest is None or orderer == self.node_id:
                 return
             generation = newest.generation
         if self._is_of_this_launch(generation):
             self._out += self.flushing.want(generation, event.reason)
-            if not self.is_coordinator:
-                self._send(self.session.coordinator, Persist(generation, event.reason), now)
+            self._send(orderer, Persist(generation, event.reason), now)
 
     def _on_flush_ended(self, event: FlushEnded, now: float) -> None:
-        self._out += self.flushing.ended(event, now, self.is_coordinator)
-        if self.is_coordinator:
+        self._out += self.flushing.ended(event, now, self.node_id)
+        if self.orderer(now)[0] == self.node_id:
             self._announce(now)
         self._collect()
 
-    def _hear_flush(self, order: FlushOrder | None, persisted: Generation | None, now: float) -> None:
-        if self.session is None or self.session.persist is None:
+    def _hear_flush(self, giver: str, order: FlushOrder | None, persisted: Generation | None, now: float) -> None:
+        if self.session is None or self.session.persist is None or giver != self.orderer(now)[0]:
             return
         if order is not None:
             self.flushing.lost(order.generation)
-        self._out += self.flushing.hear(order, persisted, now, self.session.persist.timeout)
+        self._out += self.flushing.hear(giver, order, persisted, now, self.session.persist.timeout)
         self._collect()
 
     def _is_only_flushed(self, generation: Generation) -> bool:

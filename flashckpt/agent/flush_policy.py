@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from flashckpt.types import age_order
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
 
     from flashckpt.placement import Placement
-    from flashckpt.types import Generation, PersistSettings, Session
+    from flashckpt.types import Generation, Member, PersistSettings, Session
 
 _RETRY_FIRST_SECONDS = 5.0
 _RETRY_MOST_SECONDS = 300.0
@@ -42,6 +43,19 @@ def choose(
     if settings.interval_seconds is not None and since_seconds >= settings.interval_seconds:
         return newest, f"every {settings.interval_seconds / 60:g} minutes"
     return None, f"nothing is due since step {since_step}"
+
+
+def who_orders(members: Sequence[Member], silent: Collection[str], own: str) -> tuple[str, str]:
+    """The node whose orders count, as this node sees it, with the reason: the first member that answers.
+
+    Two nodes that do not hear each other may both order. Each attempt has its own temporary name, a step is whole
+    whoever commits it, and `latest` never goes back: one of them wins, the other finds the step there.
+    """
+    chosen = next((one.node_id for one in members if one.node_id == own or one.node_id not in silent), own)
+    if members and chosen != members[0].node_id:
+        before = [one.node_id for one in takewhile(lambda one: one.node_id != chosen, members)]
+        return chosen, f"{', '.join(before)} {'does' if len(before) == 1 else 'do'} not answer"
+    return chosen, "the coordinator"
 
 
 def is_persisted(generation: Generation, persisted: Generation | None) -> bool:

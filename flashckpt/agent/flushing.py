@@ -1,7 +1,7 @@
 """What an agent's core knows of the persistent tier: what is wanted, being written, on disk, and what went wrong.
 
-The coordinator orders, all nodes write, the coordinator's flusher commits. An order is state: it stands in every
-message of the coordinator for as long as it holds, and a node that no longer finds it there stops.
+One node orders (`who_orders`), all write, and the flusher of the one that ordered commits. An order is state: it stands
+in every message of that node for as long as it holds, and a node that no longer finds it there stops.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from flashckpt.placement import Placement
     from flashckpt.types import Generation, PersistSettings, Session
 
-_GRACE_SECONDS = 60.0  # beyond a flush's own timeout, until a node lets go of what the coordinator never spoke of again
+_GRACE_SECONDS = 60.0  # beyond a flush's own timeout, until a node lets go of what was never spoken of again
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,7 @@ class Flushing:
 
     def __init__(self) -> None:
         self.order: FlushOrder | None = None  # in force
+        self.giver = ""  # the node that gave it, whose flusher commits
         self.persisted: Generation | None = None  # the newest that is known to lie in persist_dir
         self.wanted: Wanted | None = None  # asked for, and not begun
         self.problem = ""  # of the last attempt that failed
@@ -96,20 +97,19 @@ class Flushing:
         if self.wanted is not None and self.wanted.generation == generation:
             self.wanted = None
 
-    def ended(self, event: FlushEnded, now: float, coordinates: bool) -> list[Effect]:
-        """This node's flusher is done. The coordinator's outcome is everybody's."""
+    def ended(self, event: FlushEnded, now: float, node_id: str) -> list[Effect]:
+        """This node's flusher is done. The outcome at the node that ordered is everybody's."""
         order = self.order
         if order is None or order.attempt != event.attempt:
             return []
-        if not coordinates:
+        if self.giver != node_id:
             self.problem = event.reason
             return []
         self.order = None
         if not event.reason:
             self.counts["done"] += 1
             self.problem, self.failures, self._owed, self.retry_at = "", 0, "", 0.0
-            self._since_step, self._since = order.generation.step, now
-            return self.learn_persisted(order.generation)
+            return self.learn_persisted(order.generation, now)
         self.counts["failed"] += 1
         self.failures += 1
         self.problem = event.reason
@@ -117,32 +117,41 @@ class Flushing:
         self.retry_at = now + retry_delay(self.failures)
         return []
 
-    def learn_persisted(self, generation: Generation) -> list[Effect]:
+    def learn_persisted(self, generation: Generation, now: float) -> list[Effect]:
         if is_persisted(generation, self.persisted):
             return []
         self.persisted = generation
+        # On all nodes: whoever orders next counts from here.
+        self._since_step, self._since = generation.step, now
         self.lost(generation)
         return [Notify(generation, Level.PERSISTED)]
 
-    def hear(self, order: FlushOrder | None, persisted: Generation | None, now: float, timeout: float) -> list[Effect]:
-        """What the coordinator says."""
-        effects = self.learn_persisted(persisted) if persisted is not None else []
+    def hear(
+        self, giver: str, order: FlushOrder | None, persisted: Generation | None, now: float, timeout: float
+    ) -> list[Effect]:
+        """What the node says whose orders count."""
+        effects = self.learn_persisted(persisted, now) if persisted is not None else []
         if order is not None and (self.order is None or order.attempt != self.order.attempt):
             effects += [StopFlush()] if self.order is not None else []
-            self.order, self._order_ends = order, now + timeout + _GRACE_SECONDS
+            self.order, self.giver, self._order_ends = order, giver, now + timeout + _GRACE_SECONDS
         elif order is None and self.order is not None:
             effects.append(StopFlush())
             self.order = None
         return effects
 
-    def without(self, down: Collection[str], coordinates: bool) -> list[Effect]:
-        """As the coordinator: an order that counts on a node which is down now is given once more without it."""
+    def without(self, down: Collection[str], node_id: str) -> list[Effect]:
+        """As the one that orders: an order that counts on a node which is down now, or that another one gave which
+        orders no longer, is given once more."""
         order = self.order
-        gone = sorted(set(down) - set(order.down)) if order is not None and coordinates else []
-        if order is None or not gone:
+        if order is None:
+            return []
+        gone = sorted(set(down) - set(order.down))
+        if not gone and self.giver == node_id:
             return []
         self.order, self.wanted = None, self.wanted or Wanted(order.generation, order.reason)
-        self.problem = f"{', '.join(gone)} went down while step {order.generation.step} was being flushed"
+        self.problem = (
+            f"{', '.join(gone or [self.giver])} went down while step {order.generation.step} was being flushed"
+        )
         return [StopFlush()]
 
     # --- decisions ------------------------------------------------------------------------------------------
@@ -154,8 +163,9 @@ class Flushing:
         is_there: Callable[[Generation], bool],
         down: Collection[str],
         now: float,
+        node_id: str,
     ) -> FlushOrder | None:
-        """As the coordinator: the order to give now. `is_there`: committed, and still held."""
+        """As the one that orders: the order to give now. `is_there`: committed, and still held."""
         if self.order is not None or now < self.retry_at:
             return None
         wanted = None
@@ -175,9 +185,9 @@ class Flushing:
             return None
         self.lost(generation)
         self._orders += 1
-        token = hashlib.blake2b(f"{generation!r} {self._orders} {now!r}".encode(), digest_size=8)
+        token = hashlib.blake2b(f"{generation!r} {self._orders} {now!r} {node_id}".encode(), digest_size=8)
         attempt = int.from_bytes(token.digest(), "big") or 1
-        self.order = FlushOrder(generation, attempt, reason, tuple(sorted(down)))
+        self.order, self.giver = FlushOrder(generation, attempt, reason, tuple(sorted(down))), node_id
         return self.order
 
     def start(self, session: Session, placement: Placement, node_id: str, now: float) -> list[Effect]:
@@ -185,17 +195,15 @@ class Flushing:
         order = self.order
         if order is None:
             return []
-        if node_id != session.coordinator and now > self._order_ends:
+        ours = self.giver == node_id
+        if not ours and now > self._order_ends:
             self.order = None
-            self.problem = f"{session.coordinator} never said how the flush of step {order.generation.step} ended"
+            self.problem = f"{self.giver} never said how the flush of step {order.generation.step} ended"
             return [StopFlush()]
         if self._started == order.attempt:
             return []
         self._started = order.attempt
         parts, problem = writers(session, placement, order.down)
         if problem or all(node != node_id for node, _ in parts):
-            return [] if not problem or node_id != session.coordinator else self._refused(order, problem, now)
-        return [StartFlush(order, parts)]
-
-    def _refused(self, order: FlushOrder, problem: str, now: float) -> list[Effect]:
-        return self.ended(FlushEnded(order.attempt, problem), now, coordinates=True)
+            return self.ended(FlushEnded(order.attempt, problem), now, node_id) if problem and ours else []
+        return [StartFlush(order, parts, commits=ours)]

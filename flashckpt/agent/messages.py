@@ -346,6 +346,7 @@ class StartFlush:
 
     order: FlushOrder
     writers: tuple[tuple[str, tuple[int, ...]], ...]  # node → the ranks whose shards it writes
+    commits: bool  # this node gave the order, and its flusher writes the index
 
 
 @dataclass(frozen=True, slots=True)

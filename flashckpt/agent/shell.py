@@ -229,7 +229,7 @@ class Shell:
                 generation=order.generation,
                 world=session.world,
                 writers=effect.writers,
-                coordinates=self._core.is_coordinator,
+                coordinates=effect.commits,
                 attempt=order.token,
                 reason=order.reason,
                 settings=session.persist,

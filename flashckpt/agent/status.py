@@ -76,9 +76,12 @@ def _persist(core: AgentCore, now: float, flushed_bytes: int) -> dict[str, Any] 
         return None
     flushing = core.flushing
     order, persisted = flushing.order, flushing.persisted
+    orderer, why = core.orderer(now)
     return {
         "directory": core.session.persist.directory,
         "step": persisted.step if persisted is not None else None,
+        "orderer": orderer,
+        "orderer_reason": why,
         "flushing": order.generation.step if order is not None else None,
         "reason": order.reason if order is not None else "",
         "flushed_bytes": flushed_bytes if order is not None else 0,

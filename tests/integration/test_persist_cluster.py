@@ -70,6 +70,22 @@ def test_nodes_write_one_checkpoint_together(tmp_path):
         assert os.readlink(out / "latest") == "step-2"
 
 
+def test_the_loss_of_the_coordinator_stops_no_flush(tmp_path):
+    """Its machine is gone, with its memory: the next member orders, and the buddy writes what was lost."""
+    out = tmp_path / "out"
+    with Cluster(3) as cluster:
+        trainers = cluster.trainers(config={"persist_dir": str(out), "replicas": 1})
+        trainers.wait_started()
+        trainers.save(6, "replicated")
+        cluster[0].kill()
+        cluster[0].wipe()
+        trainers.kill()
+        wait_until(lambda: (out / "latest").exists(), "another member to order the flush", timeout=200.0)
+        check(out / "latest", 6, 3, 1 << 20)
+        meta = json.loads((out / "step-6" / "meta.json").read_text())
+        assert (meta["world"], meta["reason"]) == (3, "the trainers ended")
+
+
 def test_trainers_that_die_leave_their_newest_step_on_disk(tmp_path):
     out = tmp_path / "out"
     with Cluster(2) as cluster:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from flashckpt.agent.core import AgentCore, Limits
-from flashckpt.agent.flush_policy import choose, retry_delay, writers
+from flashckpt.agent.flush_policy import choose, retry_delay, who_orders, writers
 from flashckpt.agent.messages import (
+    Answered,
     Begun,
     FlushEnded,
     FlushWanted,
@@ -23,8 +24,8 @@ from flashckpt.agent.messages import (
 from flashckpt.agent.session import decode_session, encode_session
 from flashckpt.persist.retain import KeepRules, Lying, removable
 from flashckpt.placement import place
-from flashckpt.types import Generation, Held, Launch, Level, Member, PersistSettings, Session, ShardId
-from flashckpt.wire import Announce, Beat, Envelope, FlushOrder, Persist
+from flashckpt.types import Generation, Held, Launch, Level, Member, PersistSettings, Record, Session, ShardId
+from flashckpt.wire import Announce, Answer, Beat, Envelope, FlushOrder, Persist
 
 LAUNCH = Launch(5, 77)
 
@@ -192,8 +193,8 @@ def test_of_two_wishes_the_newer_one_is_kept():
     assert node.core.flushing.wanted.generation == gen(2)
 
 
-def told(node, body):
-    node.feed(Told(Envelope("n0", LAUNCH, None, body)))
+def told(node, body, sender="n0"):
+    node.feed(Told(Envelope(sender, LAUNCH, None, body)))
     return node.out
 
 
@@ -227,12 +228,131 @@ def test_a_node_that_goes_down_is_left_out_of_the_next_order():
     node = Node(session_of(2, 1, 1, timeout=1000.0))
     flushing = node.core.flushing
     node.core.records = ()
-    flushing.order = FlushOrder(gen(1), 9, "asked", ())
+    flushing.order, flushing.giver = FlushOrder(gen(1), 9, "asked", ()), "n0"
     node.feed(Tick(), 60.0)
     assert StopFlush() in node.out
     assert flushing.order is None
     assert flushing.wanted.generation == gen(1)
     assert "n1 went down" in flushing.problem
+
+
+# --- who orders
+
+
+@pytest.mark.parametrize(
+    ("silent", "own", "expected", "reason"),
+    [
+        ((), "n2", "n0", "the coordinator"),
+        (("n1",), "n2", "n0", "the coordinator"),
+        (("n0",), "n2", "n1", "n0 does not answer"),
+        (("n0", "n1"), "n2", "n2", "n0, n1 do not answer"),
+        (("n0", "n1", "n2"), "n1", "n1", "n0 does not answer"),  # nobody is silent to itself
+        (("n1", "n2"), "n0", "n0", "the coordinator"),
+    ],
+)
+def test_the_first_member_that_answers_orders(silent, own, expected, reason):
+    assert who_orders(session_of(3).members, silent, own) == (expected, reason)
+
+
+def test_without_members_a_node_answers_for_itself():
+    assert who_orders((), (), "n7")[0] == "n7"
+
+
+def committed_on(node_id):
+    """Three nodes; this one holds its shard of step 4 and the coordinator's replica, and knows that it is committed."""
+    node = Node(session_of(3, 1, 1, timeout=1000.0), node_id)
+    rank = int(node_id[1])
+    for held in (rank, (rank - 1) % 3):
+        node.feed(Sealed(Held(ShardId(gen(4), held, 3), bytes(16), 1, 0)))
+    told(node, Announce(Record(gen(4), 3, 1, 0.0), ()))
+    return node
+
+
+def lose(node, gone, alive, seconds=15):
+    """The time passes in which some answer and others do not."""
+    seen = []
+    for _ in range(seconds):
+        for other in alive:
+            node.feed(Answered(other, Answer(LAUNCH, None, None, ())))
+        seen += node.feed(Tick(), 1.0)
+    assert set(gone) <= set(node.core.silent(node.now))
+    return seen
+
+
+def test_the_next_member_orders_when_the_coordinator_is_lost():
+    node = committed_on("n1")
+    node.feed(FlushWanted(None, "the trainers ended"))
+    assert Send("n0", Persist(gen(4), "the trainers ended")) in node.out
+    assert not node.of(StartFlush)
+    seen = lose(node, ["n0"], ["n2"])
+    (started,) = [effect for effect in seen if isinstance(effect, StartFlush)]
+    assert (started.order.generation, started.order.down, started.commits) == (gen(4), ("n0",), True)
+    assert dict(started.writers) == {"n1": (0, 1), "n2": (2,)}
+    news = [
+        one.body for one in seen if isinstance(one, Send) and one.node_id == "n2" and isinstance(one.body, Announce)
+    ]
+    # An order, and no word on what is committed: that stays the coordinator's.
+    assert Announce(None, (), started.order) in news
+    node.feed(FlushEnded(started.order.attempt))
+    assert Notify(gen(4), Level.PERSISTED) in node.out
+    assert Send("n2", Announce(None, (), None, gen(4))) in node.out
+
+
+def test_an_order_of_another_member_counts_only_while_those_before_it_are_silent():
+    node = committed_on("n2")
+    order = FlushOrder(gen(4), 9, "the trainers ended", ("n0",))
+    told(node, Announce(None, (), order), "n1")
+    assert not node.of(StartFlush)
+    lose(node, ["n0"], ["n1"])
+    told(node, Announce(None, (), order), "n1")
+    (started,) = node.of(StartFlush)
+    assert (started.order, started.commits) == (order, False)
+    # The coordinator is back and knows of no order: what it says counts again.
+    node.feed(Answered("n0", Answer(LAUNCH, None, None, ())))
+    assert StopFlush() in node.out
+    assert node.core.flushing.order is None
+
+
+def test_the_wishes_of_others_go_to_whoever_orders():
+    node = committed_on("n2")
+    node.feed(FlushWanted(gen(4), "asked"))
+    assert Send("n0", Persist(gen(4), "asked")) in node.out
+    seen = lose(node, ["n0"], ["n1"])
+    assert Send("n1", Persist(gen(4), "asked")) in seen
+    assert not [effect for effect in seen if isinstance(effect, StartFlush)]
+
+
+def test_a_flush_that_loses_its_orderer_is_ordered_again_by_the_next():
+    node = committed_on("n1")
+    order = FlushOrder(gen(4), 9, "every 4 steps", ())
+    told(node, Announce(None, (), order))
+    assert [effect.commits for effect in node.of(StartFlush)] == [False]
+    seen = lose(node, ["n0"], ["n2"])
+    assert StopFlush() in seen
+    (again,) = [effect for effect in seen if isinstance(effect, StartFlush)]
+    assert (again.order.generation, again.order.reason, again.commits) == (gen(4), "every 4 steps", True)
+    assert again.order.attempt != order.attempt
+    assert "n0 went down while step 4" in node.core.flushing.problem
+
+
+def test_whoever_orders_next_counts_from_what_is_on_disk():
+    node = Node(session_of(3, 1, 1, interval=4, timeout=1000.0), "n1")
+    node.feed(Sealed(Held(ShardId(gen(5), 1, 3), bytes(16), 1, 0)))
+    told(node, Announce(Record(gen(5), 3, 1, 0.0), (), None, gen(4)))
+    # Step 5 is newer, but no multiple of 4 lies between.
+    assert not [effect for effect in lose(node, ["n0"], ["n2"]) if isinstance(effect, StartFlush)]
+
+
+def test_what_only_others_know_to_be_committed_is_flushed_too():
+    """The coordinator told one node of its last record, and was lost."""
+    node = committed_on("n1")
+    node.feed(Sealed(Held(ShardId(gen(6), 1, 3), bytes(16), 1, 0)))
+    node.feed(FlushWanted(None, "the trainers ended"))
+    lose(node, ["n0"], ["n2"], 11)
+    node.core.flushing.order = None  # whatever was ordered before the word came
+    node.core.flushing.wanted = None
+    node.feed(Answered("n2", Answer(LAUNCH, None, Record(gen(6), 3, 1, 0.0), ())))
+    assert [effect.order.generation for effect in node.of(StartFlush)] == [gen(6)]
 
 
 def test_a_new_launch_ends_what_the_old_one_flushed():
