@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 JOB = "bench"  # of all contenders
 _STOP_SECONDS = 5.0
 _TICKS = os.sysconf("SC_CLK_TCK")
+_FLUSH = re.compile(r"step (\d+): this node's part lies in .*: (\d+) bytes in ([0-9.]+) s")
 _PUSH = re.compile(r"push of shard (\d+)/\d+ of step (\d+) .* bytes in ([0-9.]+) s")
 
 
@@ -37,11 +38,22 @@ class Agent:
 
     def push_seconds(self, rank: int, step: int) -> float:
         """How long the push of that shard took, from its first message to the acknowledgement, as its log says."""
-        for log in self.memory_dir.glob(f"*/{LOG_NAME}*"):
-            for match in _PUSH.finditer(log.read_text(errors="replace")):
-                if (int(match[1]), int(match[2])) == (rank, step):
-                    return float(match[3])
+        for match in _PUSH.finditer(self._log()):
+            if (int(match[1]), int(match[2])) == (rank, step):
+                return float(match[3])
         raise BenchError(f"{self.memory_dir}: expected the push of step {step} in the agent's log, found none")
+
+    def flush_seconds(self, step: int) -> float:
+        """How long its flusher took for that step, from the look into persist_dir until `latest` named it, as its log
+        says. Without the start of the process."""
+        found = [float(match[3]) for match in _FLUSH.finditer(self._log()) if int(match[1]) == step]
+        if not found:
+            raise BenchError(f"{self.memory_dir}: expected the flush of step {step} in the agent's log, found none")
+        return found[-1]
+
+    def _log(self) -> str:
+        logs = self.memory_dir.glob(f"*/{LOG_NAME}*")
+        return "".join(log.read_text(errors="replace") for log in logs)
 
 
 def agent_of(memory_dir: Path) -> Agent:

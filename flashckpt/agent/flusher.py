@@ -45,6 +45,7 @@ class Flusher:
         self._attempt: int | None = None
         self._stopped = False  # the attempt is not wanted any more
         self.done_bytes = 0
+        self._seconds = 0.0  # that the last flush took, without its process's start
 
     def start(self, spec: FlushSpec) -> None:
         """Returns at once; FlushEnded follows."""
@@ -59,6 +60,7 @@ class Flusher:
 
     def _run(self, spec: FlushSpec) -> None:
         attempt = int(spec.attempt, 16)
+        began = time.monotonic()
         try:
             reason = self._flush(spec)
         except Exception as error:
@@ -68,7 +70,14 @@ class Flusher:
         if reason:
             _log.warning("step %d was not flushed to %s: %s", step, spec.settings.directory, reason)
         else:
-            _log.info("step %d: this node's part lies in %s", step, spec.settings.directory)
+            _log.info(
+                "step %d: this node's part lies in %s: %d bytes in %.3f s, %.3f s in all",
+                step,
+                spec.settings.directory,
+                self.done_bytes,
+                self._seconds,
+                time.monotonic() - began,
+            )
         self._feed(FlushEnded(attempt, reason))
 
     def _flush(self, spec: FlushSpec) -> str:
@@ -116,7 +125,7 @@ class Flusher:
             if answer.get("state") == "writing":
                 self.done_bytes = int(answer.get("done_bytes", 0))
             elif answer.get("state") == "done":
-                self.done_bytes = int(answer.get("size_bytes", 0))
+                self.done_bytes, self._seconds = int(answer.get("size_bytes", 0)), float(answer.get("seconds", 0.0))
                 return ""
             elif answer.get("state") == "failed":
                 self._report_rot(spec, answer)

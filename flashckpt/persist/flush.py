@@ -55,6 +55,7 @@ _MEET_SECONDS = 120.0  # for all nodes to show what they have: much less than wr
 def flush(spec: FlushSpec, progress: Callable[[int], None] = lambda _: None) -> dict[str, Any]:
     """This node's part. Returns what there is to tell; raises where it failed, and leaves no more than a temporary
     directory then, which the next flush removes."""
+    began = time.monotonic()
     storage = open_storage(spec.settings.directory)
     if spec.coordinates:
         sweep(storage, spec.attempt)
@@ -64,7 +65,7 @@ def flush(spec: FlushSpec, progress: Callable[[int], None] = lambda _: None) -> 
         # The agent before this one died between the commit and its word of it.
         if spec.coordinates:
             _move_latest(storage, spec)
-        return {"files": len(there.meta.files), "size_bytes": there.meta.size_bytes}
+        return {"files": len(there.meta.files), "size_bytes": there.meta.size_bytes, "seconds": 0.0}
     stage = storage.stage(spec.generation.step, spec.attempt)
     nodes = [node for node, _ in spec.writers]
     deadline = time.monotonic() + spec.settings.timeout
@@ -95,7 +96,7 @@ def flush(spec: FlushSpec, progress: Callable[[int], None] = lambda _: None) -> 
             together = Exchange(storage, stage, nodes, spec.node_id, deadline)
             together.report(written, paths, saved_at)
         if not spec.coordinates:
-            return _told(written)
+            return _told(written, began)
         if together is not None:
             written, paths, saved_at = _merge(together.reported())
             _check_seen(storage, stage, written)
@@ -128,8 +129,9 @@ def flush(spec: FlushSpec, progress: Callable[[int], None] = lambda _: None) -> 
     storage.put(f"{stage.place}/{META_JSON}", encode_meta(meta))
     storage.commit(stage, spec.generation.step, marker)
     _move_latest(storage, spec)
+    told = _told(written, began)
     retain(storage, spec)
-    return _told(written)
+    return told
 
 
 def sweep(storage: Storage, attempt: str) -> None:
@@ -242,5 +244,6 @@ def _move_latest(storage: Storage, spec: FlushSpec) -> None:
         storage.point_latest(name)
 
 
-def _told(written: Written) -> dict[str, Any]:
-    return {"files": len(written.files), "size_bytes": sum(one.size_bytes for one in written.files.values())}
+def _told(written: Written, began: float) -> dict[str, Any]:
+    size_bytes = sum(one.size_bytes for one in written.files.values())
+    return {"files": len(written.files), "size_bytes": size_bytes, "seconds": time.monotonic() - began}

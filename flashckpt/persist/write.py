@@ -1,6 +1,8 @@
 """The files of a persisted step, written from sealed shards: every chunk is verified before a byte of it leaves.
 
 A tensor's part is a `torch.save` blob at an offset of a data file, a value another one: what DCP's own reader expects.
+The bytes of a tensor go through in tiles, so that each is still in the processor's cache when it is checksummed and
+written (persist/frame.py has what stands around them).
 """
 
 from __future__ import annotations
@@ -21,19 +23,23 @@ from flashckpt.failpoints import failpoint
 from flashckpt.format.dtypes import ITEMSIZE
 from flashckpt.format.shard import read_header
 from flashckpt.load.plan import runs
+from flashckpt.persist.frame import frame_of
 from flashckpt.persist.meta import FileInfo
 from flashckpt.persist.names import data_name, values_name
 from flashckpt.persist.plan import Contribution, TensorItem
 from flashckpt.save.values import unpack
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from flashckpt.persist.plan import PersistPlan, ValueItem
     from flashckpt.persist.storage import Stage, Storage, Writer
     from flashckpt.save.values import Values
     from flashckpt.transport.throttle import Throttle
     from flashckpt.types import ShardHeader, ShardId
+
+
+_TILE_BYTES = 1 << 20
 
 
 class Scratch:
@@ -72,6 +78,25 @@ class Shard:
             tuple(fqn for fqn in values.values if fqn not in values.per_rank),
             tuple(fqn for fqn in values.values if fqn in values.per_rank),
         )
+
+    def tiles(self, item: TensorItem, scratch: Scratch) -> Iterator[memoryview]:
+        """The bytes of the region in order, verified. Each tile lies in `scratch`, until the next one."""
+        entry = item.entry
+        sources, _, length = runs(item.box, entry.box, item.box, ITEMSIZE[entry.dtype])
+        if length < item.size_bytes:  # many small runs: once through for all of them
+            whole = self.read(item, scratch).view(-1).view(torch.uint8).numpy().data
+            yield from (whole[start : start + _TILE_BYTES] for start in range(0, len(whole), _TILE_BYTES))
+            return
+        # Along the chunks, which are verified as wholes: none is read twice.
+        step = max(_TILE_BYTES, self.header.chunk_bytes)
+        start = int(sources[0]) + entry.offset_bytes
+        end = start + length
+        while start < end:
+            stop = min(end, (start // step + 1) * step)
+            tile = scratch.tensor((stop - start,), torch.uint8, stop - start)
+            self._gather(np.array([[start, tile.data_ptr(), stop - start]], dtype=np.int64), f"key {entry.fqn!r}")
+            yield tile.numpy().data
+            start = stop
 
     def read(self, item: TensorItem, scratch: Scratch) -> torch.Tensor:
         """The region, verified. It lies in `scratch`, until the next one."""
@@ -201,7 +226,7 @@ def _write_file(
             failpoint("mid_flush")
             start, stream.part_crc32c = stream.position, 0
             if isinstance(item, TensorItem):
-                torch.save(storable(shard.read(item, scratch)), cast("IO[bytes]", stream))
+                _write_tensor(stream, shard, item, scratch)
                 offsets: tuple[int, ...] | None = item.box.offsets
             else:
                 buffer = io.BytesIO()
@@ -213,10 +238,22 @@ def _write_file(
     return FileInfo(stream.position, stream.crc32c), placed
 
 
-def storable(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or its bytes where torch.save does not know its dtype (int2, say): our own reader takes them back,
+def _write_tensor(stream: _Stream, shard: Shard, item: TensorItem, scratch: Scratch) -> None:
+    dtype = storable(getattr(torch, item.entry.dtype))
+    frame = frame_of(dtype, item.box.sizes, item.size_bytes)
+    if frame is None:
+        torch.save(shard.read(item, scratch).view(dtype), cast("IO[bytes]", stream))
+        return
+    stream.write(frame.head)
+    for tile in shard.tiles(item, scratch) if item.size_bytes else ():
+        stream.write(tile)
+    stream.write(frame.tail)
+
+
+def storable(dtype: torch.dtype) -> torch.dtype:
+    """The dtype, or that of its bytes where torch.save does not know it (int2, say): our own reader takes them back,
     and plain DCP reads everything else."""
-    return tensor if _torch_saves(tensor.dtype) else tensor.view(torch.uint8)
+    return dtype if _torch_saves(dtype) else torch.uint8
 
 
 @functools.cache
