@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.s3_server import s3_server
+
 ROOT = Path(__file__).parent.parent
 
 # What is about tensors, formats and slots needs no agent; tests of agents ask for one. So none is left behind.
@@ -67,6 +69,15 @@ def run_python(code, *arguments, timeout=120, **extra):
         timeout=timeout,
         check=False,
     )
+
+
+@pytest.fixture(scope="session")
+def s3_endpoint(tmp_path_factory):
+    """A real S3-compatible server; the test is skipped where none is installed."""
+    pytest.importorskip("moto")
+    pytest.importorskip("s3fs")
+    with s3_server(tmp_path_factory.mktemp("s3") / "log") as endpoint:
+        yield endpoint
 
 
 @pytest.fixture(name="torchrun")

@@ -4,12 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import socket
-import subprocess
-import sys
-import time
-import urllib.request
 import uuid
 
 import pytest
@@ -19,36 +13,6 @@ from flashckpt.persist.names import LATEST, META_JSON, METADATA
 from flashckpt.persist.storage import open_storage
 
 pytest.importorskip("fsspec")
-
-
-@pytest.fixture(scope="session")
-def s3_endpoint(tmp_path_factory):
-    """An S3-compatible server of our own, on any free port."""
-    pytest.importorskip("moto")
-    pytest.importorskip("s3fs")
-    log = tmp_path_factory.mktemp("s3") / "log"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with open(log, "wb") as output:
-        server = subprocess.Popen(
-            [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], stdout=output, stderr=output
-        )
-    try:
-        endpoint = f"http://127.0.0.1:{port}"
-        deadline = time.monotonic() + 90
-        while True:
-            try:
-                urllib.request.urlopen(endpoint, timeout=5).close()
-                break
-            except OSError:
-                assert server.poll() is None, log.read_text()
-                assert time.monotonic() < deadline, log.read_text()
-                time.sleep(0.2)
-        yield endpoint
-    finally:
-        server.send_signal(signal.SIGKILL)
-        server.wait()
 
 
 @pytest.fixture(params=["local", "memory", "s3"])

@@ -7,19 +7,15 @@ import json
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 import flashckpt
 from flashckpt.agent.process import Options
 from flashckpt.agent.start import ensure_agent, look, stop_agent
 from tests.conftest import environment
-
-JOB = "run1"
-WAIT = 120.0
+from tests.flushes import JOB, WAIT, checkpointers, persist_status, plain_load, state, wait_until
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
@@ -29,53 +25,8 @@ pytestmark = [
 
 @pytest.fixture
 def make(memory_dir, tmp_path):
-    """Checkpointers with an agent and a persist_dir; both processes are gone when the test ends."""
-    opened = []
-
-    def make(**config):
-        settings = {
-            "job": JOB,
-            "memory_dir": memory_dir,
-            "node_id": "a",
-            "agent": "auto",
-            "agent_linger": 60.0,
-            "persist_dir": str(tmp_path / "out"),
-            "persist_on_exit": False,
-        }
-        checkpointer = flashckpt.Checkpointer(flashckpt.CheckpointConfig(**{**settings, **config}))
-        opened.append(checkpointer)
-        return checkpointer
-
-    yield make
-    for checkpointer in opened:
-        checkpointer.close()
-    with contextlib.suppress(flashckpt.FlashError):
-        stop_agent(memory_dir, JOB, 30.0, kill=True)
-
-
-def persist_status(memory_dir):
-    seen = look(memory_dir, JOB, timeout=10.0)
-    assert seen is not None
-    assert seen.status is not None, seen.problem
-    return seen.status["persist"]
-
-
-def wait_until(condition, what):
-    deadline = time.monotonic() + WAIT
-    while not (found := condition()):
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
-    return found
-
-
-def state(step):
-    return {"weights": torch.full((100_000,), float(step)), "step": step}
-
-
-def plain_load(path):
-    got = {"weights": torch.zeros(100_000), "step": None}
-    dcp.load(got, checkpoint_id=path, no_dist=True)
-    return got
+    with checkpointers(memory_dir, tmp_path / "out") as made:
+        yield made
 
 
 def test_to_wait_for_persisted_asks_for_a_flush(make, memory_dir, tmp_path):

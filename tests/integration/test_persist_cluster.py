@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from flashckpt.agent.start import look
 from flashckpt.testing import Cluster
 from flashckpt.testing.trainer import make_state
+from flashckpt.testing.trainers import Trainers
 
 pytestmark = [
     pytest.mark.slow,
@@ -84,6 +87,40 @@ def test_the_loss_of_the_coordinator_stops_no_flush(tmp_path):
         check(out / "latest", 6, 3, 1 << 20)
         meta = json.loads((out / "step-6" / "meta.json").read_text())
         assert (meta["world"], meta["reason"]) == (3, "the trainers ended")
+
+
+# Each node has a disk of its own under the same path: what a job with persist_dir="/scratch/…" would do.
+_OWN_DISK = 'mkdir -p "$0" "$1/$FLASHCKPT_NODE_ID" && mount --bind "$1/$FLASHCKPT_NODE_ID" "$0" && shift && exec "$@"'
+
+
+@pytest.mark.skipif(bool(Cluster.available("netns")), reason=f"mount namespaces: {Cluster.available('netns')}")
+def test_nodes_that_do_not_share_the_directory_are_told_so(tmp_path):
+    out, disks = tmp_path / "out", tmp_path / "disks"
+    config = {"persist_dir": str(out), "persist_on_exit": False, "persist_timeout": 15.0, "replicas": 1}
+    with Cluster(2) as cluster:
+        directory = cluster.scratch / "trainers"
+        trainer = [sys.executable, "-m", "flashckpt.testing.trainer", *Trainers.prepare(directory, config, 1.0)]
+        launch = cluster.start(
+            ["unshare", "--mount", "--propagation", "private", "sh", "-c", _OWN_DISK, str(out), str(disks), *trainer]
+        )
+        trainers = Trainers(launch, directory)
+        trainers.wait_started()
+        assert len(list(disks.iterdir())) == 2
+        trainers.save(1, "replicated")
+        asked = cluster[1].python("-m", "flashckpt.cli", "flush", "--job", cluster.job, "--wait", "0")
+        assert asked.returncode == 0, asked.stderr
+
+        def problem(node):
+            seen = look(str(node.memory_dir), cluster.job, timeout=10.0)
+            return seen.status["persist"]["problem"] if seen is not None and seen.status is not None else ""
+
+        told = wait_until(lambda: problem(cluster[0]), "the coordinator's reason")
+        assert "persist_dir has to be the same directory on every node" in told
+        assert cluster[1].name in told
+        # Training goes on, and nothing on either disk can be taken for a checkpoint.
+        assert {one["level"] for one in trainers.save(2, "replicated").values()} == {"replicated"}
+        found = [name for disk in disks.iterdir() for name in os.listdir(disk)]
+        assert not [name for name in found if name == "latest" or ".tmp-" not in name], found
 
 
 def test_trainers_that_die_leave_their_newest_step_on_disk(tmp_path):

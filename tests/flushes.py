@@ -1,0 +1,95 @@
+"""What tests of the persistent tier share: a trainer with an agent, a small state, and looks at what became of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+import flashckpt
+from flashckpt.agent.start import look, stop_agent
+
+JOB = "run1"
+WAIT = 120.0
+COUNT = 100_000  # numbers in a state: 400 kB
+
+
+@contextlib.contextmanager
+def checkpointers(memory_dir, persist_dir):
+    """make(**config): Checkpointers of one node with an agent; all of it is gone when the block ends."""
+    opened = []
+
+    def make(**config):
+        settings = {
+            "job": JOB,
+            "memory_dir": memory_dir,
+            "node_id": "a",
+            "agent": "auto",
+            "agent_linger": 60.0,
+            "persist_dir": str(persist_dir),
+            "persist_on_exit": False,
+        }
+        checkpointer = flashckpt.Checkpointer(flashckpt.CheckpointConfig(**{**settings, **config}))
+        opened.append(checkpointer)
+        return checkpointer
+
+    try:
+        yield make
+    finally:
+        for checkpointer in opened:
+            checkpointer.close()
+        with contextlib.suppress(flashckpt.FlashError):
+            stop_agent(memory_dir, JOB, 30.0, kill=True)
+
+
+def state(step):
+    return {"weights": torch.full((COUNT,), float(step)), "step": step}
+
+
+def plain_load(path):
+    got = {"weights": torch.zeros(COUNT), "step": None}
+    dcp.load(got, checkpoint_id=path, no_dist=True)
+    return got
+
+
+def assert_holds(path, step):
+    """Plain DCP finds what was saved at that step, bit for bit."""
+    got = plain_load(path)
+    assert got["step"] == step
+    assert torch.equal(got["weights"], state(step)["weights"])
+
+
+def persist_status(memory_dir):
+    seen = look(memory_dir, JOB, timeout=10.0)
+    assert seen is not None
+    assert seen.status is not None, seen.problem
+    return seen.status["persist"]
+
+
+def flushers(memory_dir):
+    """Processes of this node's flusher that are not dead."""
+    seen = look(memory_dir, JOB, timeout=10.0)
+    assert seen is not None
+    assert seen.status is not None, seen.problem
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if int(fields[1]) == seen.status["pid"] and fields[0] != "Z" and b"flashckpt.persist" in words:
+            found.append(int(pid))
+    return found
+
+
+def wait_until(condition, what, timeout=WAIT):
+    deadline = time.monotonic() + timeout
+    while not (found := condition()):
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+    return found
