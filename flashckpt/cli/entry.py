@@ -22,6 +22,7 @@ _COMMANDS = {
     "agent": ("flashckpt.cli.agent", "Run, start, stop or look at this node's agent."),
     "bench": ("flashckpt.cli.bench", "Measure save and load on this machine."),
     "demo": ("flashckpt.cli.demo", "Lose a node of a training job and watch it go on, bit for bit."),
+    "doctor": ("flashckpt.cli.doctor", "Check that this node is fit for saving, and say what to do where not."),
     "export": ("flashckpt.cli.export", "Write the model of a saved step for other programs."),
     "flush": ("flashckpt.cli.flush", "Bring a step from memory to persist_dir now."),
     "import": ("flashckpt.cli.import_model", "Write another program's model as a checkpoint to start from."),

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import time
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 import flashckpt
 from flashckpt.agent.process import Options
 from flashckpt.agent.start import ensure_agent, look, stop_agent
+from flashckpt.cli.entry import group
 
 JOB = "run1"
 WAIT = 30.0
@@ -102,6 +105,30 @@ def test_a_load_takes_the_agent_over_before_it_looks(make):
     assert taken_over[0][0] == "failed"
     assert "FC-JOB-001" in taken_over[0][1]
     assert make().load(live).step == 1
+
+
+def test_the_doctor_looks_at_a_running_node(make, memory_dir, tmp_path):
+    checkpointer = make(persist_dir=str(tmp_path), persist_on_exit=False)
+    checkpointer.save(1, state(1))
+
+    def doctor():
+        arguments = ["doctor", "--job", JOB, "--memory-dir", str(memory_dir), "--size", "64k", "--json"]
+        found = CliRunner().invoke(group, arguments, catch_exceptions=False)
+        return {one["check"]: one for one in json.loads(found.stdout)["findings"]}
+
+    found = doctor()
+    assert (found["agent.runs"]["state"], found["agent.version"]["state"]) == ("ok", "ok")
+    assert str(status(memory_dir)["pid"]) in found["agent.runs"]["found"]
+    assert found["persist.directory"]["found"].startswith(str(tmp_path))  # the agent was told
+    assert "of it is there" in found["memory.room"]["found"]
+    pid = status(memory_dir)["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        found = doctor()
+        assert found["agent.runs"]["state"] == "fail"
+        assert "does not answer" in found["agent.runs"]["found"]
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 def test_two_checkpointers_of_one_process_do_not_get_each_others_slots(make, memory_dir):

@@ -5,6 +5,7 @@ This file is also the script that the ranks run.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -69,6 +70,11 @@ def _kinds():
     ]
 
 
+def _doctor(node):
+    found = node.python("-m", "flashckpt.cli", "doctor", "--job", node.job, "--memory-dir", node.memory_dir, "--json")
+    return {one["check"]: (one["state"], one["found"]) for one in json.loads(found.stdout)["findings"]}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("kind", "ranks"), _kinds())
@@ -79,6 +85,7 @@ def test_a_sharded_model_is_replicated_while_agents_die(kind, ranks, tmp_path):
         launch = cluster.torchrun(__file__, str(tmp_path))
         _wait(lambda: all((tmp_path / f"rank{rank}").exists() for rank in range(sum(ranks))), launch)
         assert cluster.check(timeout=30) == []
+        assert _doctor(cluster[0])["network.peers"] == ("ok", "all 1 other nodes answer")
         victims = [node.agent_pid() for node in cluster.nodes]
         os.kill(victims[1], signal.SIGKILL)
         (tmp_path / "go").touch()

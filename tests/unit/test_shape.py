@@ -59,8 +59,9 @@ OUTSIDE = {
     "failpoints": set(),
     "cli": {
         *("click", "rich", "agent", "demo", "format", "store", "save", "native", "bench", "load", "export"),
-        *("persist", "training"),
+        *("persist", "training", "doctor"),
     },
+    "doctor": {"store", "agent", "native", "credentials", "cryptography", "address", "persist"},
     "demo": {"torch", "rich", "checkpointer", "store", "testing"},
 }
 BASE = {"wire", "config", "errors", "types", "failpoints", "topology", "launch", "group", "devices"}
