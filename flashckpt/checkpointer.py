@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flashckpt.agent.session import decode_session
+from flashckpt.collector import collector_paused
 from flashckpt.config import CheckpointConfig, Settings, resolve
 from flashckpt.errors import (
     AgentError,
@@ -579,8 +580,9 @@ class Checkpointer:
         try:
             _check_mapping("state dict", state_dict)
             _check_mapping("extra", {} if extra is None else extra)
-            flat = flatten(state_dict)
-            return flat, self._planner.plan(flat), pack(flat, extra, self.config.allow_torch_save)
+            with collector_paused():
+                flat = flatten(state_dict)
+                return flat, self._planner.plan(flat), pack(flat, extra, self.config.allow_torch_save)
         except Exception:
             if not self._agreed:
                 # The others are on their way to the comparison: an empty answer tells them not to wait.

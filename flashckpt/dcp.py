@@ -234,9 +234,8 @@ def _plan_tensors(items: list[WriteItem], planner: SavePlanner) -> tuple[Flat, S
             )
         )
         offset += length
-    layout = Layout(tuple(entries))
-    layout_bytes = encode_layout(layout)
-    plan = SavePlan(tuple(sources), layout, layout_bytes, fingerprint(layout_bytes), aligned(offset), tag=0)
+    layout_bytes = encode_layout(Layout(tuple(entries)))
+    plan = SavePlan(tuple(sources), layout_bytes, fingerprint(layout_bytes), aligned(offset), tag=0)
     return flat, plan
 
 

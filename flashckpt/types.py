@@ -155,9 +155,8 @@ class Record:
     keeps: tuple[Generation, ...] = ()  # older ones that stay beside it, newest first; the coordinator decided
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
-    """A rectangular region of a global tensor."""
+class Box(NamedTuple):
+    """A rectangular region of a global tensor. A tuple, like TensorEntry: there is one a tensor, at every load."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -171,6 +170,8 @@ class Box:
 
     def intersect(self, other: Box) -> Box | None:
         """The common region, or None where there is none. Two 0-dim boxes meet in one element."""
+        if self == other and 0 not in self.sizes:
+            return self
         offsets, sizes = [], []
         for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
             start, end = max(a, b), min(a + n, b + m)
@@ -181,8 +182,7 @@ class Box:
         return Box(tuple(offsets), tuple(sizes))
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
     """Where one region of one tensor lies in a shard's data area.
 
     Two entries may share a byte range only if it is exactly the same one (tied weights).

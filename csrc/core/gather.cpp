@@ -90,6 +90,7 @@ constexpr int64_t kDirectAlignment = 32;
 struct Job {
     const Kernel& kernel;
     int fd;
+    const uint8_t* mapped;  // the data area in memory that can't shrink; nullptr: read it through `fd`
     int64_t data_offset;
     int64_t data_length;
     int64_t chunk_bytes;
@@ -121,6 +122,14 @@ struct Job {
     bool goes_directly(const Part& wanted) const {
         const int64_t apart = reinterpret_cast<int64_t>(wanted.to) - (data_offset + wanted.from);
         return wanted.length >= kDirectPiece && apart % kDirectAlignment == 0;
+    }
+
+    // Without a look at them, out of a mapping.
+    void copy_unverified(ChunkRange chunk, const size_t* first, const size_t* end) const {
+        for (const size_t* piece = first; piece != end; ++piece) {
+            const Part wanted = part(pieces[*piece], chunk);
+            copy(wanted, mapped + wanted.from);
+        }
     }
 
     // Large parts straight to where they belong; small ones by one read of the range they span.
@@ -159,25 +168,38 @@ struct Job {
 };
 
 // One thread's share of the work. With verification it keeps two chunks: the one being summed, and the one
-// before, found right and on its way to its destinations meanwhile.
+// before, found right and on its way to its destinations meanwhile. Read from a file they lie in a buffer of
+// its own; in a mapping they are where they are, and in the cache when they are copied.
 class Reader {
   public:
     Reader(const Job& job, Scratch scratch, int64_t scratch_bytes) noexcept
-        : job_(job), scratch_(std::move(scratch)), free_(scratch_.get()), held_(free_ + scratch_bytes) {}
+        : job_(job),
+          scratch_(std::move(scratch)),
+          free_(scratch_.get()),
+          spare_(scratch_ == nullptr ? nullptr : free_ + scratch_bytes) {}
 
     // 1: right; 0: the chunk is bad; else -errno. What is right is copied by the next call or by finish().
     int read(size_t position) noexcept {
         const ChunkRange chunk = job_.range(position);
-        if (!job_.verify) {
-            return job_.read_unverified(chunk, job_.first_piece(position), job_.first_piece(position + 1),
-                                        free_);
-        }
+        const size_t* const first = job_.first_piece(position);
+        const size_t* const end = job_.first_piece(position + 1);
         const int64_t length = chunk.end - chunk.begin;
-        const int64_t count = read_fully(job_.fd, free_, length, job_.data_offset + chunk.begin);
-        if (count < 0) return static_cast<int>(count);
-        if (count < length) return 0;
-        if (~copy_held_and_sum(free_, length) != job_.crcs[job_.by_chunk.touched[position]]) return 0;
-        std::swap(free_, held_);
+        const uint8_t* data = free_;
+        if (job_.mapped != nullptr) {
+            if (!job_.verify) {
+                job_.copy_unverified(chunk, first, end);
+                return 1;
+            }
+            data = job_.mapped + chunk.begin;
+        } else {
+            if (!job_.verify) return job_.read_unverified(chunk, first, end, free_);
+            const int64_t count = read_fully(job_.fd, free_, length, job_.data_offset + chunk.begin);
+            if (count < 0) return static_cast<int>(count);
+            if (count < length) return 0;
+        }
+        if (~copy_held_and_sum(data, length) != job_.crcs[job_.by_chunk.touched[position]]) return 0;
+        held_ = data;
+        std::swap(free_, spare_);
         holds_ = true;
         held_position_ = position;
         return 1;
@@ -216,16 +238,15 @@ class Reader {
     const Job& job_;
     const Scratch scratch_;
     uint8_t* free_;
-    uint8_t* held_;
+    uint8_t* spare_;
+    const uint8_t* held_ = nullptr;
     bool holds_ = false;
     size_t held_position_ = 0;
 };
 
-}  // namespace
-
-Status gather_read(int fd, int64_t data_offset, int64_t data_length, int64_t chunk_bytes,
-                   const uint32_t* crcs, size_t crc_count, const GatherPiece* pieces, size_t piece_count,
-                   int threads, bool verify, std::vector<int64_t>* bad, int64_t inline_bytes) noexcept {
+Status gather(int fd, const uint8_t* mapped, int64_t data_offset, int64_t data_length, int64_t chunk_bytes,
+              const uint32_t* crcs, size_t crc_count, const GatherPiece* pieces, size_t piece_count,
+              int threads, bool verify, std::vector<int64_t>* bad, int64_t inline_bytes) noexcept {
     return without_exceptions([&] {
         bad->clear();
         Status status = check_area(data_offset, data_length);
@@ -245,15 +266,15 @@ Status gather_read(int fd, int64_t data_offset, int64_t data_length, int64_t chu
         if (__builtin_mul_overflow(touched, scratch_bytes, &read_bytes)) read_bytes = INT64_MAX;
         threads = useful_threads(threads, read_bytes, inline_bytes);
 
-        const Job job{active_kernel(), fd,       data_offset, data_length, chunk_bytes, crcs,
-                      pieces,          by_chunk, verify};
+        const Job job{active_kernel(), fd,   mapped, data_offset, data_length,
+                      chunk_bytes,     crcs, pieces, by_chunk,    verify};
         // A byte a chunk, each written by one thread only.
         std::vector<uint8_t> failed(by_chunk.touched.size());
         Claims claims(touched, chunk_batch(touched, chunk_bytes, threads));
         FirstError error;
         run_in_threads(threads, [&] {
-            Scratch scratch = make_scratch(buffers_bytes);
-            if (scratch == nullptr) return error.set(ENOMEM);
+            Scratch scratch = mapped == nullptr ? make_scratch(buffers_bytes) : Scratch{};
+            if (scratch == nullptr && mapped == nullptr) return error.set(ENOMEM);
             Reader reader(job, std::move(scratch), scratch_bytes);
             int64_t first = 0, last = 0;
             while (error.get() == 0 && claims.take(&first, &last)) {
@@ -271,6 +292,24 @@ Status gather_read(int fd, int64_t data_offset, int64_t data_length, int64_t chu
         }
         return Status::ok();
     });
+}
+
+}  // namespace
+
+Status gather_read(int fd, int64_t data_offset, int64_t data_length, int64_t chunk_bytes,
+                   const uint32_t* crcs, size_t crc_count, const GatherPiece* pieces, size_t piece_count,
+                   int threads, bool verify, std::vector<int64_t>* bad, int64_t inline_bytes) noexcept {
+    return gather(fd, nullptr, data_offset, data_length, chunk_bytes, crcs, crc_count, pieces, piece_count,
+                  threads, verify, bad, inline_bytes);
+}
+
+Status gather_copy(const uint8_t* data, int64_t data_length, int64_t chunk_bytes, const uint32_t* crcs,
+                   size_t crc_count, const GatherPiece* pieces, size_t piece_count, int threads, bool verify,
+                   std::vector<int64_t>* bad, int64_t inline_bytes) noexcept {
+    // An empty buffer may be nullptr, which means a file to gather().
+    static const uint8_t nothing = 0;
+    return gather(-1, data == nullptr ? &nothing : data, 0, data_length, chunk_bytes, crcs, crc_count, pieces,
+                  piece_count, threads, verify, bad, inline_bytes);
 }
 
 }  // namespace flashckpt

@@ -28,4 +28,10 @@ Status gather_read(int fd, int64_t data_offset, int64_t data_length, int64_t chu
                    int threads, bool verify, std::vector<int64_t>* bad,
                    int64_t inline_bytes = kInlineBytes) noexcept;
 
+// The same out of memory. The caller knows that it neither shrinks (a mapped file that does is a signal) nor
+// changes: a chunk is checked where it lies and copied from there.
+Status gather_copy(const uint8_t* data, int64_t data_length, int64_t chunk_bytes, const uint32_t* crcs,
+                   size_t crc_count, const GatherPiece* pieces, size_t piece_count, int threads, bool verify,
+                   std::vector<int64_t>* bad, int64_t inline_bytes = kInlineBytes) noexcept;
+
 }  // namespace flashckpt

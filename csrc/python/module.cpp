@@ -12,6 +12,7 @@
 #include "checked.h"
 #include "crc32c.h"
 #include "gather.h"
+#include "layout.h"
 #include "prefault.h"
 #include "scatter.h"
 #include "verify.h"
@@ -124,6 +125,22 @@ std::vector<int64_t> gather_read(int fd, int64_t data_offset, int64_t data_lengt
     return bad;
 }
 
+std::vector<int64_t> gather_copy(nb::handle data, int64_t chunk_bytes, nb::handle chunk_crcs,
+                                 nb::handle pieces, int threads, bool verify) {
+    const Buffer buffer("data", data);
+    const auto crcs = Buffer("chunk_crcs", chunk_crcs).items<uint32_t>("chunk_crcs");
+    const auto list = Buffer("pieces", pieces).items<flashckpt::GatherPiece>("pieces");
+    std::vector<int64_t> bad;
+    Status status = Status::ok();
+    {
+        nb::gil_scoped_release released;
+        status = flashckpt::gather_copy(buffer.data(), buffer.length(), chunk_bytes, crcs.data(), crcs.size(),
+                                        list.data(), list.size(), threads, verify, &bad);
+    }
+    raise_unless_ok(status);
+    return bad;
+}
+
 std::vector<int64_t> verify_chunks(nb::handle data, int64_t chunk_bytes, nb::handle chunk_crcs, int threads) {
     const Buffer buffer("data", data);
     const auto crcs = Buffer("chunk_crcs", chunk_crcs).items<uint32_t>("chunk_crcs");
@@ -152,6 +169,99 @@ std::vector<int64_t> verify_file(int fd, int64_t data_offset, int64_t data_lengt
     return bad;
 }
 
+// A tuple, or one of a subclass that adds nothing but names (a NamedTuple): what tuple.__new__ makes.
+nb::object make_tuple(PyTypeObject* type, std::initializer_list<nb::object> items) {
+    nb::object made = nb::steal(type->tp_alloc(type, static_cast<Py_ssize_t>(items.size())));
+    if (!made.is_valid()) throw nb::python_error();
+    Py_ssize_t at = 0;
+    for (const nb::object& item : items) PyTuple_SET_ITEM(made.ptr(), at++, item.inc_ref().ptr());
+    return made;
+}
+
+PyTypeObject* tuple_type(const char* name, nb::handle type) {
+    auto* found = reinterpret_cast<PyTypeObject*>(type.ptr());
+    if (!PyType_Check(type.ptr()) || !PyType_IsSubtype(found, &PyTuple_Type) ||
+        found->tp_basicsize != PyTuple_Type.tp_basicsize) {
+        Buffer::throw_invalid(std::string(name) + ": expected a class of named tuples");
+    }
+    return found;
+}
+
+nb::object new_tuple(size_t size) {
+    nb::object made = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(size)));
+    if (!made.is_valid()) throw nb::python_error();
+    return made;
+}
+
+// Invalid where it is no UTF-8.
+nb::object text(std::string_view bytes) {
+    return nb::steal(PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), nullptr));
+}
+
+nb::object numbers(const std::vector<int64_t>& from) {
+    nb::object made = new_tuple(from.size());
+    for (size_t i = 0; i < from.size(); ++i) {
+        PyTuple_SET_ITEM(made.ptr(), static_cast<Py_ssize_t>(i), nb::int_(from[i]).release().ptr());
+    }
+    return made;
+}
+
+// The path of an entry; invalid where a key is no UTF-8.
+nb::object path_of(const flashckpt::LayoutEntry& entry, const nb::object& key) {
+    nb::object made = new_tuple(entry.path.size());
+    for (size_t i = 0; i < entry.path.size(); ++i) {
+        const flashckpt::LayoutPathPart& part = entry.path[i];
+        nb::object item;
+        if (!part.is_key) {
+            item = nb::int_(part.index);
+        } else {
+            item = part.key == entry.key ? key : text(part.key);
+            if (!item.is_valid()) return {};
+        }
+        PyTuple_SET_ITEM(made.ptr(), static_cast<Py_ssize_t>(i), item.release().ptr());
+    }
+    return made;
+}
+
+// None where the layout is declined.
+nb::object layout_entries(nb::handle data, nb::dict item_bytes, const std::vector<int64_t>& caps,
+                          nb::handle entry_type, nb::handle box_type) {
+    const Buffer buffer("data", data);
+    if (caps.size() != 6) Buffer::throw_invalid("caps: expected 6 numbers");
+    PyTypeObject* const entry_class = tuple_type("entry_type", entry_type);
+    PyTypeObject* const box_class = tuple_type("box_type", box_type);
+    std::vector<flashckpt::Dtype> dtypes;
+    std::vector<nb::object> dtype_names;
+    for (const auto& [name, bytes] : item_bytes) {
+        Py_ssize_t length = 0;
+        const char* utf8 = PyUnicode_AsUTF8AndSize(name.ptr(), &length);
+        if (utf8 == nullptr) throw nb::python_error();
+        dtypes.push_back({{utf8, static_cast<size_t>(length)}, nb::cast<int64_t>(bytes)});
+        dtype_names.push_back(nb::borrow(name));
+    }
+    flashckpt::LayoutReader reader(buffer.data(), static_cast<size_t>(buffer.length()), dtypes,
+                                   {caps[0], caps[1], caps[2], caps[3], caps[4], caps[5]});
+    flashckpt::LayoutEntry entry;
+    nb::list entries;
+    using Next = flashckpt::LayoutReader::Next;
+    for (Next next = reader.next(&entry); next != Next::kEnd; next = reader.next(&entry)) {
+        if (next == Next::kDeclined) return nb::none();
+        const nb::object key = text(entry.key);
+        const nb::object path = key.is_valid() ? path_of(entry, key) : nb::object();
+        if (!path.is_valid()) {
+            PyErr_Clear();
+            return nb::none();
+        }
+        const nb::object shape = numbers(entry.shape);
+        const nb::object sizes = entry.sizes == entry.shape ? shape : numbers(entry.sizes);
+        entries.append(make_tuple(
+            entry_class,
+            {key, path, dtype_names[entry.dtype], shape, make_tuple(box_class, {numbers(entry.offsets), sizes}),
+             nb::int_(entry.offset_bytes), nb::int_(entry.length_bytes), nb::bool_(entry.per_rank)}));
+    }
+    return entries;
+}
+
 void prefault(nb::handle data, int threads) {
     const Buffer buffer("data", data, Buffer::Access::kWrite);
     Status status = Status::ok();
@@ -171,6 +281,10 @@ NB_MODULE(_core, module) {
     module.def("scatter_copy", &scatter_copy, "destination"_a, "pieces"_a, "chunk_bytes"_a, "threads"_a);
     module.def("gather_read", &gather_read, "fd"_a, "data_offset"_a, "data_length"_a, "chunk_bytes"_a,
                "chunk_crcs"_a, "pieces"_a, "threads"_a, "verify"_a = true);
+    module.def("gather_copy", &gather_copy, "data"_a, "chunk_bytes"_a, "chunk_crcs"_a, "pieces"_a, "threads"_a,
+               "verify"_a = true);
+    module.def("layout_entries", &layout_entries, "data"_a, "item_bytes"_a, "caps"_a, "entry_type"_a,
+               "box_type"_a);
     module.def("verify_chunks", &verify_chunks, "data"_a, "chunk_bytes"_a, "chunk_crcs"_a, "threads"_a);
     module.def("verify_file", &verify_file, "fd"_a, "data_offset"_a, "data_length"_a, "chunk_bytes"_a,
                "chunk_crcs"_a, "threads"_a);

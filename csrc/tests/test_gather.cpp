@@ -52,6 +52,13 @@ TEST(gather_random_plans) {
             CHECK(status.is_ok());
             CHECK(bad.empty());
             CHECK(found == expected);
+            std::fill(found.begin(), found.end(), uint8_t{0x77});
+            CHECK(gather_copy(data.data(), static_cast<int64_t>(data.size()),
+                              static_cast<int64_t>(chunk_bytes), crcs.data(), crcs.size(), pieces.data(),
+                              pieces.size(), 1 + round % 4, round % 3 != 0, &bad, 0)
+                      .is_ok());
+            CHECK(bad.empty());
+            CHECK(found == expected);
         }
     });
 }
@@ -82,6 +89,13 @@ TEST(gather_keeps_bad_chunks_from_every_destination) {
                 const bool wanted = index < 30 || index >= 45;
                 CHECK_EQUAL(found[i], wanted && index != 3 && index != 20 ? data[i] : 0);
             }
+            const std::vector<uint8_t> read = found;
+            std::fill(found.begin(), found.end(), uint8_t{0});
+            CHECK(gather_copy(damaged.data() + kOffset, static_cast<int64_t>(data.size()), chunk, crcs.data(),
+                              crcs.size(), pieces, 2, threads, true, &bad, 0)
+                      .is_ok());
+            CHECK(bad == (std::vector<int64_t>{3, 20}));
+            CHECK(found == read);
         }
     });
 }

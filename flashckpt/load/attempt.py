@@ -6,10 +6,12 @@ import contextlib
 import json
 import os
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from flashckpt.collector import collector_paused
 from flashckpt.errors import CorruptShardError, IncompatibleError, NotFoundError
 from flashckpt.failpoints import failpoint
 from flashckpt.format.shard import read_envelope
@@ -91,12 +93,13 @@ class Attempt:
                 f"copies are damaged: {'; '.join(told[:4])}",
                 bad=frozenset((int(tellers[rank]), rank) for rank in problems),
             )
-        try:
-            self.catalogue = Catalogue(self.generation, self.world, described)
-        except (CorruptShardError, IncompatibleError) as error:
-            raise StepBackError(error.message) from error
-        self.stored = index(self.catalogue.layouts, self.catalogue.ranks)
-        problem = uncovered(self.stored)
+        with collector_paused():
+            try:
+                self.catalogue = Catalogue(self.generation, self.world, described)
+            except (CorruptShardError, IncompatibleError) as error:
+                raise StepBackError(error.message) from error
+            self.stored = index(self.catalogue.layouts, self.catalogue.ranks)
+            problem = uncovered(self.stored)
         if problem:
             raise StepBackError("; ".join(problem[:4]))
 
@@ -155,14 +158,18 @@ class Attempt:
         lying = {one.shard: one for one in self._ground.store.scan()}
         for rank in sorted({transfer.shard for transfer in transfers}):
             copy = self._copies[rank]
+            mapped = None
             if names.get(rank):
                 fd = self._ground.store.open_fetched(names[rank])
             elif copy.shard in lying:
                 fd = self._ground.store.open_shard(lying[copy.shard])
+                mapped = self._ground.store.mapped_shard(lying[copy.shard], fd)
             else:
                 raise NotFoundError(f"{copy.shard} is gone", shard_index=rank)
             self._open.callback(os.close, fd)
-            self.shards[rank] = self._checked(fd, copy)
+            if mapped is not None:
+                self._open.callback(mapped.release)
+            self.shards[rank] = replace(self._checked(fd, copy), mapped=mapped)
         return b""
 
     def _checked(self, fd: int, copy: Copy) -> OpenShard:

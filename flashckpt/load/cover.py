@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from flashckpt.types import Box, Layout, ShardHeader, TensorEntry
 
@@ -11,8 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """One stored region and the shards that have it, at the same bytes."""
 
     ranks: tuple[int, ...]  # whose shards; ascending
@@ -43,6 +41,8 @@ def uncovered(stored: Index) -> list[str]:
     """Tensors that can't be put together from their regions, each with the reason. Empty = usable."""
     problems = []
     for (fqn, layout), pieces in stored.items():
+        if len(pieces) == 1 and _is_whole(pieces[0].entry):
+            continue
         owner = f"key {fqn!r}" + (f" of rank {pieces[0].ranks[0]}" if layout is not None else "")
         kinds = {(piece.entry.dtype, piece.entry.global_shape) for piece in pieces}
         if len(kinds) > 1:
@@ -66,6 +66,11 @@ def keys_in_chunks(layout: Layout, chunk_bytes: int, chunks: Sequence[int]) -> l
             and entry.offset_bytes + entry.length_bytes > chunk * chunk_bytes
         }
     )
+
+
+def _is_whole(entry: TensorEntry) -> bool:
+    """Most tensors are one region: all of it."""
+    return entry.box.sizes == entry.global_shape and not any(entry.box.offsets)
 
 
 def _cover_problem(shape: tuple[int, ...], boxes: set[Box]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 Int64s = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class Want:
+class Want(NamedTuple):
     """One region that this rank has to fill."""
 
     fqn: str
@@ -32,8 +31,7 @@ class Want:
     target: int  # index of the tensor to fill, among the caller's
 
 
-@dataclass(frozen=True, slots=True)
-class Transfer:
+class Transfer(NamedTuple):
     """`overlap` of the global tensor, out of one stored entry, into one wanted region."""
 
     shard: int  # rank whose shard it is
@@ -76,6 +74,9 @@ def plan(wants: Sequence[Want], stored: Index, reader: Reader, *, cast: bool) ->
         if pieces is None or (want.per_rank and reader.layout is None):
             raise MissingKeyError(f"key {want.fqn!r}: not in the checkpoint", key=want.fqn)
         _check_fits(want, pieces[0].entry, cast)
+        if len(pieces) == 1 and pieces[0].entry.box == want.box and 0 not in want.box.sizes:
+            transfers.append(Transfer(pick(pieces[0])[1], pieces[0].entry, want, want.box))
+            continue
         filled = 0
         for piece in _nearest(pieces, pick):
             overlap = piece.entry.box.intersect(want.box)

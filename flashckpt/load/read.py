@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from flashckpt import native
+from flashckpt.collector import collector_paused
 from flashckpt.devices import as_bits, native_address
 from flashckpt.errors import CorruptShardError
 from flashckpt.failpoints import failpoint
 from flashckpt.format.dtypes import ITEMSIZE
 from flashckpt.load.cover import keys_in_chunks
-from flashckpt.load.plan import Int64s, Transfer, runs
+from flashckpt.load.plan import Transfer, runs
 from flashckpt.state.regions import narrow
 
 if TYPE_CHECKING:
@@ -27,8 +29,7 @@ if TYPE_CHECKING:
 BOUNCE_BYTES = 256 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(NamedTuple):
     """A live local tensor and the box of the global tensor that it is."""
 
     tensor: torch.Tensor
@@ -42,6 +43,7 @@ class OpenShard:
     fd: int
     head: Envelope
     layout: Layout  # for messages
+    mapped: memoryview | None = None  # the whole file, where this process wrote it: it neither changes nor shrinks
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +65,18 @@ def read(
     Raises CorruptShardError (with `.shard_index`) where a chunk is bad; other chunks may be in place by then.
     """
     for batch in _batches(transfers, targets):
-        by_shard: dict[int, list[Int64s]] = {}
+        by_shard: dict[int, array[int]] = {}
         bounces: list[_Bounce] = []
-        for transfer in batch:
-            pieces = _pieces(transfer, targets[transfer.want.target], bounces)
-            by_shard.setdefault(transfer.shard, []).append(pieces)
-        _count_writes([targets[transfer.want.target].tensor for transfer in batch])
-        for number, pieces_list in by_shard.items():
+        with collector_paused():
+            for transfer, address in batch:
+                pieces = by_shard.get(transfer.shard)
+                if pieces is None:
+                    pieces = by_shard[transfer.shard] = array("q")
+                _add_pieces(pieces, transfer, targets[transfer.want.target], address, bounces)
+        _count_writes([targets[transfer.want.target].tensor for transfer, _ in batch])
+        for number, pieces in by_shard.items():
             failpoint("mid_read")
-            _gather(shards[number], number, np.concatenate(pieces_list), threads, verify)
+            _gather(shards[number], number, pieces, threads, verify)
         for bounce in bounces:
             land(bounce.buffer, bounce.transfer.overlap, targets[bounce.transfer.want.target])
 
@@ -81,22 +86,26 @@ def read_range(shard: OpenShard, number: int, offset_bytes: int, length_bytes: i
     data = bytearray(length_bytes)
     if length_bytes:
         address = np.frombuffer(data, dtype=np.uint8).ctypes.data
-        _gather(shard, number, np.array([[offset_bytes, address, length_bytes]], dtype=np.int64), 1, verify)
+        _gather(shard, number, array("q", (offset_bytes, address, length_bytes)), 1, verify)
     return data
 
 
-def _batches(transfers: Sequence[Transfer], targets: Sequence[Target]) -> Iterator[list[Transfer]]:
-    """Groups transfers so that bounce buffers stay bounded; what needs none never starts a new group."""
-    batch: list[Transfer] = []
+def _batches(transfers: Sequence[Transfer], targets: Sequence[Target]) -> Iterator[list[tuple[Transfer, int | None]]]:
+    """Groups transfers so that bounce buffers stay bounded; what needs none never starts a new group.
+
+    With each the address of its tensor, None where it can't be read straight into it.
+    """
+    batch: list[tuple[Transfer, int | None]] = []
     bounced = 0
     for transfer in transfers:
-        size = transfer.overlap.volume * ITEMSIZE[transfer.entry.dtype]
-        if not _direct(transfer, targets[transfer.want.target]):
+        address = _address(transfer, targets[transfer.want.target])
+        if address is None:
+            size = transfer.overlap.volume * ITEMSIZE[transfer.entry.dtype]
             if bounced and bounced + size > BOUNCE_BYTES:
                 yield batch
                 batch, bounced = [], 0
             bounced += size
-        batch.append(transfer)
+        batch.append((transfer, address))
     if batch:
         yield batch
 
@@ -106,25 +115,34 @@ def _count_writes(tensors: Sequence[torch.Tensor]) -> None:
     torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
 
 
-def _direct(transfer: Transfer, target: Target) -> bool:
-    return transfer.entry.dtype == transfer.want.dtype and native_address(transfer.want.fqn, target.tensor) is not None
+def _address(transfer: Transfer, target: Target) -> int | None:
+    if transfer.entry.dtype != transfer.want.dtype:
+        return None
+    return native_address(transfer.want.fqn, target.tensor)
 
 
-def _pieces(transfer: Transfer, target: Target, bounces: list[_Bounce]) -> Int64s:
+def _add_pieces(
+    pieces: array[int], transfer: Transfer, target: Target, address: int | None, bounces: list[_Bounce]
+) -> None:
+    """Triples (offset in the data area, address, length) as native.gather_read takes them."""
     itemsize = ITEMSIZE[transfer.entry.dtype]
-    if _direct(transfer, target):
-        base, inside = target.tensor.data_ptr(), target.box
+    if address is not None and transfer.overlap == transfer.entry.box == target.box:
+        # Nearly every transfer: all of an entry into all of a tensor.
+        pieces.extend((transfer.entry.offset_bytes, address, transfer.entry.length_bytes))
+        return
+    if address is not None:
+        base, inside = address, target.box
     else:
         dtype = getattr(torch, transfer.entry.dtype)
         buffer = torch.empty(transfer.overlap.sizes, dtype=dtype)
         bounces.append(_Bounce(buffer, transfer))
         base, inside = buffer.data_ptr(), transfer.overlap
     sources, destinations, length = runs(transfer.overlap, transfer.entry.box, inside, itemsize)
-    pieces = np.empty((len(sources), 3), dtype=np.int64)
-    pieces[:, 0] = sources + transfer.entry.offset_bytes
-    pieces[:, 1] = destinations + base
-    pieces[:, 2] = length
-    return pieces
+    triples = np.empty((len(sources), 3), dtype=np.int64)
+    triples[:, 0] = sources + transfer.entry.offset_bytes
+    triples[:, 1] = destinations + base
+    triples[:, 2] = length
+    pieces.frombytes(triples.tobytes())
 
 
 def land(source: torch.Tensor, overlap: Box, target: Target) -> None:
@@ -137,18 +155,14 @@ def land(source: torch.Tensor, overlap: Box, target: Target) -> None:
         into.copy_(source)
 
 
-def _gather(shard: OpenShard, number: int, pieces: Int64s, threads: int, verify: bool) -> None:
+def _gather(shard: OpenShard, number: int, pieces: array[int], threads: int, verify: bool) -> None:
     head = shard.head
-    bad = native.gather_read(
-        shard.fd,
-        head.data_offset_bytes,
-        head.data_length_bytes,
-        head.chunk_bytes,
-        head.chunk_crcs,
-        np.ascontiguousarray(pieces).data,
-        threads,
-        verify,
-    )
+    start, length = head.data_offset_bytes, head.data_length_bytes
+    if shard.mapped is not None:
+        with shard.mapped[start : start + length] as data:
+            bad = native.gather_copy(data, head.chunk_bytes, head.chunk_crcs, pieces, threads, verify)
+    else:
+        bad = native.gather_read(shard.fd, start, length, head.chunk_bytes, head.chunk_crcs, pieces, threads, verify)
     if bad:
         raise _corrupt(shard, number, bad)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from flashckpt.agent.session import decode_session, encode_session
+from flashckpt.collector import collector_paused
 from flashckpt.errors import MissingKeyError, NotFoundError, StructureError, UnusableError
 from flashckpt.failpoints import failpoint
 from flashckpt.load import inventory as inventories
@@ -246,8 +247,9 @@ class Recovery:
         plans: list[_ReadPlan] = []
 
         def make_plan() -> bytes:
-            plans.append(_plan(attempt, ground.rank, flat, live, request))
-            return attempt.needs(plans[0].transfers)
+            with collector_paused():
+                plans.append(_plan(attempt, ground.rank, flat, live, request))
+                return attempt.needs(plans[0].transfers)
 
         needs = agree(ground.group, ground.node, f"preparing to load {generation}", make_plan)
         mine = plans[0]
@@ -346,8 +348,9 @@ def _plan(attempt: Readable, rank: int, flat: Flat, live: LiveTensors, request: 
 
 
 def _live(state_dict: MutableMapping[Any, Any]) -> tuple[Flat, LiveTensors]:
-    flat = flatten(state_dict)
-    return flat, LiveTensors(flat)
+    with collector_paused():
+        flat = flatten(state_dict)
+        return flat, LiveTensors(flat)
 
 
 def _refuse_idle_keys(request: Request, known: set[str]) -> None:

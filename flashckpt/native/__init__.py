@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from types import ModuleType
 
     from typing_extensions import Buffer
@@ -24,9 +25,11 @@ __all__ = [
     "IS_NATIVE",
     "crc32c",
     "crc32c_combine",
+    "gather_copy",
     "gather_read",
     "kernel",
     "kernels",
+    "layout_entries",
     "prefault",
     "scatter_copy",
     "set_kernel",
@@ -35,6 +38,8 @@ __all__ = [
 ]
 
 _log = logging.getLogger(__name__)
+
+Entry = TypeVar("Entry", bound="tuple[Any, ...]")
 
 
 def _choose() -> tuple[ModuleType, bool]:
@@ -107,6 +112,31 @@ def gather_read(
     result: list[int] = _backend.gather_read(
         fd, data_offset, data_length, chunk_bytes, chunk_crcs, pieces, threads, verify
     )
+    return result
+
+
+def gather_copy(
+    data: Buffer, chunk_bytes: int, chunk_crcs: Buffer, pieces: Buffer, threads: int, verify: bool = True
+) -> list[int]:
+    """As `gather_read`, out of memory: `data` is the data area.
+
+    The caller knows that it neither shrinks nor changes meanwhile: each chunk is checked where it lies, and only
+    then copied from there. If it maps a file that somebody else may write or cut short, use `gather_read`.
+    """
+    result: list[int] = _backend.gather_copy(data, chunk_bytes, chunk_crcs, pieces, threads, verify)
+    return result
+
+
+def layout_entries(
+    data: Buffer, item_bytes: dict[str, int], caps: Sequence[int], entry_type: type[Entry], box_type: type[Any]
+) -> list[Entry] | None:
+    """The entries of an encoded layout, where it is plain that it keeps the format's rules; else None.
+
+    None says nothing: `flashckpt.format.layout` decodes it then, and says what is wrong, if anything is. Whether
+    entries of one key agree is not looked at. `caps`: entries, bytes of an entry, bytes of a name, path parts,
+    dimensions, alignment. Keeps the GIL.
+    """
+    result: list[Entry] | None = _backend.layout_entries(data, item_bytes, caps, entry_type, box_type)
     return result
 
 

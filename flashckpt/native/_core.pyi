@@ -1,4 +1,9 @@
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
 from typing_extensions import Buffer
+
+Entry = TypeVar("Entry", bound=tuple[Any, ...])
 
 def crc32c(data: Buffer, seed: int = 0) -> int: ...
 def crc32c_combine(first: int, second: int, second_length: int) -> int: ...
@@ -13,6 +18,16 @@ def gather_read(
     threads: int,
     verify: bool = True,
 ) -> list[int]: ...
+def gather_copy(
+    data: Buffer, chunk_bytes: int, chunk_crcs: Buffer, pieces: Buffer, threads: int, verify: bool = True
+) -> list[int]: ...
+def layout_entries(
+    data: Buffer,
+    item_bytes: dict[str, int],
+    caps: Sequence[int],
+    entry_type: type[Entry],
+    box_type: type[tuple[Any, ...]],
+) -> list[Entry] | None: ...
 def verify_chunks(data: Buffer, chunk_bytes: int, chunk_crcs: Buffer, threads: int) -> list[int]: ...
 def verify_file(
     fd: int, data_offset: int, data_length: int, chunk_bytes: int, chunk_crcs: Buffer, threads: int

@@ -11,12 +11,12 @@ import mmap
 import os
 import platform
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
     from typing_extensions import Buffer
@@ -66,9 +66,51 @@ def gather_read(
     threads: int,
     verify: bool = True,
 ) -> list[int]:
-    crcs = _crcs("chunk_crcs", chunk_crcs)
-    triples = _triples("pieces", pieces)
+    crcs, triples = _crcs("chunk_crcs", chunk_crcs), _triples("pieces", pieces)
     _check_area(data_offset, data_length)
+    return _gather(
+        lambda begin, count: _read_fully(fd, count, data_offset + begin),
+        data_length,
+        chunk_bytes,
+        crcs,
+        triples,
+        threads,
+        verify,
+    )
+
+
+def gather_copy(
+    data: Buffer, chunk_bytes: int, chunk_crcs: Buffer, pieces: Buffer, threads: int, verify: bool = True
+) -> list[int]:
+    view = _bytes_of("data", data)
+    crcs, triples = _crcs("chunk_crcs", chunk_crcs), _triples("pieces", pieces)
+    return _gather(
+        lambda begin, count: view[begin : begin + count].tobytes(),
+        len(view),
+        chunk_bytes,
+        crcs,
+        triples,
+        threads,
+        verify,
+    )
+
+
+def layout_entries(
+    data: Buffer, item_bytes: dict[str, int], caps: Sequence[int], entry_type: type[Any], box_type: type[Any]
+) -> None:
+    """Declines everything: the decoder in flashckpt.format.layout is this one's plain twin."""
+    _bytes_of("data", data)
+
+
+def _gather(
+    read: Callable[[int, int], bytes],
+    data_length: int,
+    chunk_bytes: int,
+    crcs: list[int],
+    triples: list[tuple[int, int, int]],
+    threads: int,
+    verify: bool,
+) -> list[int]:
     _check_chunking(data_length, chunk_bytes, len(crcs) if verify else None, threads)
     _check_gather_pieces(triples, data_length)
     by_chunk: dict[int, list[tuple[int, int, int]]] = {}
@@ -84,7 +126,7 @@ def gather_read(
         if not verify:  # then only what is asked for has to be there
             begin = max(begin, min(source for source, _, _ in by_chunk[index]))
             end = min(end, max(source + count for source, _, count in by_chunk[index]))
-        data = _read_fully(fd, end - begin, data_offset + begin)
+        data = read(begin, end - begin)
         if len(data) < end - begin:
             bad.append(index)
             continue

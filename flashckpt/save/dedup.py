@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -13,8 +12,7 @@ if TYPE_CHECKING:
 SPLIT_BYTES = 4 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class HeldRegion:
+class HeldRegion(NamedTuple):
     """One region that all of `holders` have."""
 
     size_bytes: int
@@ -23,8 +21,7 @@ class HeldRegion:
     certain: bool = True  # the mesh says that all hold the same bytes; else it is only what DCP assumes
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(NamedTuple):
     """The rows [start, stop) of a region that this rank stores."""
 
     start: int

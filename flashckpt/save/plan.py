@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.distributed.tensor import DTensor
 
@@ -26,8 +26,7 @@ def aligned(offset_bytes: int) -> int:
     return -(-offset_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(NamedTuple):
     """Where the bytes of one entry come from: a box of one local tensor."""
 
     tensor: int  # index into the flat tensors
@@ -44,7 +43,6 @@ class SavePlan:
     """What one structure of the state always leads to."""
 
     sources: tuple[Source, ...]
-    layout: Layout
     layout_bytes: bytes
     layout_fingerprint: bytes
     tensor_bytes: int  # end of the last tensor in the data area; the packed values follow
@@ -70,6 +68,7 @@ class Planner:
 
 def _make_plan(flat: Flat, topology: Topology, dedup: bool, aliases: list[int]) -> SavePlan:
     specs = [describe(fqn, tensor) for fqn, tensor in flat.tensors.items()]
+    node_ranks = topology.node_ranks
     per_rank = [fqn in flat.per_rank for fqn in flat.tensors]
     for (fqn, tensor), own in zip(flat.tensors.items(), per_rank, strict=True):
         _refuse_what_cannot_be_whole(fqn, tensor, own, topology)
@@ -80,7 +79,7 @@ def _make_plan(flat: Flat, topology: Topology, dedup: bool, aliases: list[int]) 
         HeldRegion(
             size_bytes=_region_bytes(specs[i], region),
             rows=_rows(region),
-            holders=_holders(specs[i], per_rank[i], topology, dedup),
+            holders=_holders(specs[i], per_rank[i], topology, node_ranks, dedup),
             certain=specs[i].holders is not None,
         )
         for i, region in pairs
@@ -139,11 +138,9 @@ def _make_plan(flat: Flat, topology: Topology, dedup: bool, aliases: list[int]) 
         if 0 in spec.global_shape
     ]
     entries.sort(key=lambda entry: entry.offset_bytes)
-    layout = Layout(tuple(entries))
-    layout_bytes = encode_layout(layout)
+    layout_bytes = encode_layout(Layout(tuple(entries)))
     return SavePlan(
         sources=tuple(sources),
-        layout=layout,
         layout_bytes=layout_bytes,
         layout_fingerprint=fingerprint(layout_bytes),
         tensor_bytes=aligned(offset),
@@ -175,18 +172,23 @@ def _check_parts(flat: Flat, sources: list[Source]) -> None:
     leaves = list(flat.tensors.items())
     for source in sources:
         fqn, tensor = leaves[source.tensor]
-        shape = tuple(local_parts(fqn, tensor)[source.part].shape)
+        plain = plain_local(tensor)
+        shape = tuple((local_parts(fqn, tensor)[source.part] if plain is None else plain).shape)
+        if shape == source.sizes and source.whole and not any(source.local_offsets):
+            continue
         ends = tuple(a + n for a, n in zip(source.local_offsets, source.sizes, strict=True))
         if len(shape) != len(ends) or (source.whole and shape != source.sizes) or any(map(int.__gt__, ends, shape)):
             raise InternalError(f"key {fqn!r}: local tensor of shape {shape}, expected to hold {source.sizes}", key=fqn)
 
 
-def _holders(spec: TensorSpec, per_rank: bool, topology: Topology, dedup: bool) -> tuple[int, ...]:
+def _holders(
+    spec: TensorSpec, per_rank: bool, topology: Topology, node_ranks: tuple[int, ...], dedup: bool
+) -> tuple[int, ...]:
     """Ranks of this node that have the region; only this one where nobody else can be relied on."""
     if per_rank or spec.holders == () or not dedup:
         return (topology.rank,)
     if spec.holders is None:
-        return topology.node_ranks
+        return node_ranks
     return topology.on_node(spec.holders)
 
 

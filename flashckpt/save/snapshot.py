@@ -6,6 +6,7 @@ from array import array
 from typing import TYPE_CHECKING, Any
 
 from flashckpt import native
+from flashckpt.collector import collector_paused
 from flashckpt.devices import Copier, DeviceCopy, event_of, native_address
 from flashckpt.failpoints import failpoint
 from flashckpt.state.regions import local_parts, narrow, plain_local
@@ -40,16 +41,17 @@ def snapshot(
     keep: list[torch.Tensor] = []  # SAFETY: the native pass reads addresses; these and `flat` must outlive it
     fqns: list[str] = list(flat.tensors)
     tensors: Sequence[Any] = list(flat.tensors.values())
-    for source in plan.sources:
-        tensor = plain_local(tensors[source.tensor]) if source.whole else None
-        if tensor is None:
-            tensor = _view(fqns[source.tensor], tensors[source.tensor], source)
-            keep.append(tensor)
-        address = native_address(fqns[source.tensor], tensor)
-        if address is None:
-            by_torch.append(DeviceCopy(tensor, source.offset_bytes, source.length_bytes))
-            address = 0
-        pieces += (address, source.offset_bytes, source.length_bytes)
+    with collector_paused():
+        for source in plan.sources:
+            tensor = plain_local(tensors[source.tensor]) if source.whole else None
+            if tensor is None:
+                tensor = _view(fqns[source.tensor], tensors[source.tensor], source)
+                keep.append(tensor)
+            address = native_address(fqns[source.tensor], tensor)
+            if address is None:
+                by_torch.append(DeviceCopy(tensor, source.offset_bytes, source.length_bytes))
+                address = 0
+            pieces += (address, source.offset_bytes, source.length_bytes)
     failpoint("before_copy")
     copier.copy(data, by_torch, ready)
     start = plan.tensor_bytes

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, MutableMapping, MutableSequence
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, MutableSequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -145,9 +146,22 @@ def restore(
     that are absent keep their leaf. Stateful objects get the state dict that `flatten` asked them for, unless none
     of their keys is among `loaded`.
     """
-    owners = {fqn for fqn in flat.statefuls if any(key == fqn or key.startswith(fqn + ".") for key in loaded)}
+    owners = _owners(flat.statefuls, loaded)
     for key in list(state_dict):
         state_dict[key] = _rebuild(flat, values, owners, str(key), state_dict[key])
+
+
+def _owners(statefuls: Iterable[str], loaded: Collection[str]) -> set[str]:
+    """The Stateful objects that have a key among `loaded`, found by search: both lists can be long."""
+    ordered = sorted(loaded) if statefuls else []
+    owners = set()
+    for fqn in statefuls:
+        at = bisect_left(ordered, fqn)
+        below = bisect_left(ordered, fqn + ".")
+        own = at < len(ordered) and ordered[at] == fqn
+        if own or (below < len(ordered) and ordered[below].startswith(fqn + ".")):
+            owners.add(fqn)
+    return owners
 
 
 def _rebuild(flat: Flat, values: Mapping[str, Any], owners: Collection[str], fqn: str, value: Any) -> Any:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
+class Region(NamedTuple):
     """One box of the global tensor and where it begins in one of this rank's local tensors."""
 
     box: Box
@@ -30,8 +29,7 @@ class Region:
     local_offsets: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
+class TensorSpec(NamedTuple):
     """The place of this rank's data in one global tensor."""
 
     dtype: str
@@ -96,15 +94,18 @@ def local_parts(fqn: str, tensor: Any) -> list[torch.Tensor]:
 def narrow(part: torch.Tensor, offsets: Iterable[int], sizes: Iterable[int]) -> torch.Tensor:
     """A view of one box of a local tensor."""
     for dim, (start, size) in enumerate(zip(offsets, sizes, strict=True)):
-        part = part.narrow(dim, start, size)
+        if start or size != part.shape[dim]:
+            part = part.narrow(dim, start, size)
     return part
 
 
 def describe(fqn: str, tensor: Any) -> TensorSpec:
     """The regions of one leaf. Raises UnsupportedValueError for what has no bytes of its own."""
-    dtype = str(_dtype(tensor)).removeprefix("torch.")
+    dtype = _dtype_name(_dtype(tensor))
     if dtype not in ITEMSIZE:
         raise _unsupported(fqn, tensor, f"dtype {dtype}")
+    if type(tensor) in _PLAIN_TYPES and tensor.is_cpu and tensor.layout == torch.strided:
+        return _describe_whole(tensor, dtype)
     if isinstance(tensor, ShardedTensor):
         return _describe_sharded(tensor, dtype)
     if tensor.layout != torch.strided:
@@ -113,12 +114,23 @@ def describe(fqn: str, tensor: Any) -> TensorSpec:
         raise _unsupported(fqn, tensor, "the meta device, which holds no data")
     if isinstance(tensor, DTensor):
         return _describe_dtensor(fqn, tensor, dtype)
-    shape = tuple(tensor.shape)
     if hasattr(tensor, "__create_chunk_list__"):
         chunks = tensor.__create_chunk_list__()
         boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks]
-        return TensorSpec(dtype, shape, _whole_parts(boxes), holders=())
-    return TensorSpec(dtype, shape, _whole_parts([Box((0,) * len(shape), shape)]), holders=None)
+        return TensorSpec(dtype, tuple(tensor.shape), _whole_parts(boxes), holders=())
+    return _describe_whole(tensor, dtype)
+
+
+def _describe_whole(tensor: torch.Tensor, dtype: str) -> TensorSpec:
+    shape = tuple(tensor.shape)
+    origin = (0,) * len(shape)
+    regions = () if 0 in shape else (Region(Box(origin, shape), 0, origin),)
+    return TensorSpec(dtype, shape, regions, holders=None)
+
+
+@cache
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _dtype(tensor: Any) -> torch.dtype:

@@ -409,6 +409,15 @@ class SlotStore(JobFiles):
         except FileNotFoundError as error:
             raise shard_gone(sealed) from error
 
+    def mapped_shard(self, sealed: Sealed, fd: int) -> memoryview | None:
+        """This process's own mapping of the shard open at `fd`, read-only, the caller's to release; None without one.
+
+        Where the process wrote the shard itself, nobody else writes into the slot or cuts it short as long as it
+        lives: to read there is as safe as to read the file, and needs no copy through the kernel.
+        """
+        self._check_usable()
+        return self._supply.own_view(sealed.slot_id, os.fstat(fd)) if sealed.writer == self._owner else None
+
     # -- parts of shards that an agent fetched -------------------------------------------------------------
 
     def create_fetched(self, size_bytes: int) -> FetchedFile:

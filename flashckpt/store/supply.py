@@ -170,6 +170,11 @@ class Supply:
             raise
         return self._ready(fd, slot_id, size_bytes, mapping)
 
+    def own_view(self, slot_id: int, found: os.stat_result) -> memoryview | None:
+        """Of the mapping that this process has of the file; it stays while the view does."""
+        mapping = self._fitting(slot_id, found, found.st_size)
+        return None if mapping is None else mapping.view().toreadonly()
+
     def put_back(self, taken: Taken) -> None:
         """Undoes take(): a new file goes, another slot returns to the pool."""
         name = self._name(taken.slot_id)

@@ -3,7 +3,9 @@ from __future__ import annotations
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from flashckpt import native
 from flashckpt.errors import FlashError
+from flashckpt.format import layout as layout_format
 from flashckpt.format.dtypes import ITEMSIZE
 from flashckpt.format.layout import decode_layout, encode_layout, end_bytes, fingerprint
 from flashckpt.format.shard import parse_header
@@ -115,3 +117,48 @@ def test_a_changed_layout_is_another_one_or_refused(layout, data):
     except FlashError:
         return
     assert decoded != layout
+
+
+def quick(raw, dtypes=None):
+    caps = (1 << 20, 16 << 10, 4 << 10, 64, 64, 64)
+    return native.layout_entries(raw, dict(ITEMSIZE) if dtypes is None else dtypes, caps, TensorEntry, Box)
+
+
+@unhurried
+@given(layouts())
+def test_the_native_reader_takes_what_writers_write(layout):
+    found = quick(encode_layout(layout))
+    if native.IS_NATIVE:
+        assert found == list(layout.entries)
+        assert all(type(entry) is TensorEntry and type(entry.box) is Box for entry in found)
+        assert all(type(entry.per_rank) is bool for entry in found)
+
+
+@unhurried
+@given(layouts(), st.data())
+def test_what_the_native_reader_takes_the_plain_one_takes_alike(layout, data):
+    """It may decline, but never accept what the plain one refuses, nor read it otherwise."""
+    raw = bytearray(encode_layout(layout))
+    for _ in range(data.draw(st.integers(1, 3))):
+        position = data.draw(st.integers(0, len(raw)))
+        match data.draw(st.sampled_from(["flip", "insert", "remove", "repeat"])):
+            case "flip" if position < len(raw):
+                raw[position] ^= data.draw(st.integers(1, 255))
+            case "insert":
+                raw[position:position] = data.draw(st.binary(min_size=1, max_size=3))
+            case "remove":
+                del raw[position : position + data.draw(st.integers(1, 3))]
+            case "repeat":
+                raw += raw[position:]
+    found = quick(bytes(raw))
+    if found is None or len({entry.fqn for entry in found}) != len(found):
+        return  # decode_layout goes the plain way
+    assert layout_format._decode_layout(bytes(raw), "layout").entries == tuple(found)
+
+
+@unhurried
+@given(st.binary(max_size=60))
+def test_arbitrary_bytes_are_read_alike_or_declined(raw):
+    found = quick(raw)
+    if found is not None and len({entry.fqn for entry in found}) == len(found):
+        assert layout_format._decode_layout(raw, "layout").entries == tuple(found)

@@ -164,12 +164,8 @@ def test_gather_and_verify_agree(name: str, data: st.DataObject, chunk_bytes: in
         results = []
         for gather in (_core.gather_read, twin.gather_read):
             target = np.full(total + len(spans), 0xA5, dtype=np.uint8)
-            pieces, to = [], 0
-            for begin, count in spans:
-                pieces.append((begin, target.ctypes.data + to, count))
-                to += count + 1
             with kernel(name):
-                bad_read = gather(*area, np.array(pieces, dtype=np.int64), threads, verify)
+                bad_read = gather(*area, np.array(addressed(spans, target), dtype=np.int64), threads, verify)
             results.append((bad_read, target))
         (native_bad, native), (plain_bad, plain) = results
         assert native_bad == plain_bad
@@ -179,6 +175,24 @@ def test_gather_and_verify_agree(name: str, data: st.DataObject, chunk_bytes: in
             assert np.array_equal(native, plain)
         elif not native_bad:
             assert np.array_equal(native, plain)
+
+        if kept < length:
+            return
+        for core in (_core, twin):  # and the same out of memory
+            target = np.full(total + len(spans), 0xA5, dtype=np.uint8)
+            pieces = np.array(addressed(spans, target), dtype=np.int64)
+            with kernel(name):
+                bad_copy = core.gather_copy(content, chunk_bytes, crcs, pieces, threads, verify)
+            assert bad_copy == native_bad
+            assert np.array_equal(target, native)
+
+
+def addressed(spans: list[tuple[int, int]], target: np.ndarray) -> list[tuple[int, int, int]]:
+    pieces, to = [], 0
+    for begin, count in spans:
+        pieces.append((begin, target.ctypes.data + to, count))
+        to += count + 1
+    return pieces
 
 
 INT64 = st.one_of(st.integers(-2, 200), st.integers(-(2**63), 2**63 - 1), st.sampled_from([2**63 - 1, -(2**63), 2**62]))

@@ -57,6 +57,7 @@ OUTSIDE = {
     "errors": set(),
     "types": set(),
     "failpoints": set(),
+    "collector": set(),
     "cli": {
         *("click", "rich", "agent", "demo", "format", "store", "save", "native", "bench", "load", "export"),
         *("persist", "training", "doctor"),
@@ -64,7 +65,7 @@ OUTSIDE = {
     "doctor": {"store", "agent", "native", "credentials", "cryptography", "address", "persist"},
     "demo": {"torch", "rich", "checkpointer", "store", "testing"},
 }
-BASE = {"wire", "config", "errors", "types", "failpoints", "topology", "launch", "group", "devices"}
+BASE = {"wire", "config", "errors", "types", "failpoints", "collector", "topology", "launch", "group", "devices"}
 PURE = [
     "persist/plan.py",
     "persist/retain.py",

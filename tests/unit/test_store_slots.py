@@ -556,3 +556,34 @@ def test_hugetlbfs(hugetlbfs):
         os.close(fd)
         store.abandon(store.claim(4 << 20))
         assert store.check() == []
+
+
+def test_what_this_process_sealed_can_be_read_where_it_is_mapped(store, memory_dir):
+    slot = store.claim(K)
+    slot.view[100:103] = b"abc"
+    sealed = store.seal(slot, shard(1), 0)
+    fd = store.open_shard(sealed)
+    try:
+        with store.mapped_shard(sealed, fd) as view:
+            assert view.readonly
+            assert bytes(view[100:103]) == b"abc"
+            assert len(view) == K
+        with SlotStore.open(memory_dir, "job") as other:  # the same process, but it has not mapped it
+            assert other.mapped_shard(sealed, fd) is None
+    finally:
+        os.close(fd)
+
+
+def test_what_another_process_sealed_is_read_through_its_file(store, memory_dir):
+    run_python(
+        "import sys; from flashckpt.store.slots import SlotStore; from flashckpt.types import *;"
+        "store = SlotStore.open(sys.argv[1], 'job');"
+        f"store.seal(store.claim({K}), ShardId(Generation(1000, 77, 1, 1), 0, 2), 0)",
+        memory_dir,
+    )
+    (sealed,) = store.scan()
+    fd = store.open_shard(sealed)
+    try:
+        assert store.mapped_shard(sealed, fd) is None
+    finally:
+        os.close(fd)

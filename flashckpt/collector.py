@@ -1,0 +1,63 @@
+"""Keeps Python's cyclic garbage collector out of the way while a plan of many tensors is made.
+
+A plan makes hundreds of thousands of small objects that stay or go by reference count. Each thousand of them would
+start a collection, which walks over every object of the training process to find nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import threading
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class _Pause:
+    """Counts who wants it to rest: the save's thread and the caller's may at the same time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # protects what follows
+        self._count = 0
+        self._was_on = False
+        self._watches_forks = False
+
+    def begin(self) -> None:
+        with self._lock:
+            if not self._watches_forks:
+                os.register_at_fork(after_in_child=self._forget)
+                self._watches_forks = True
+            if self._count == 0:
+                self._was_on = gc.isenabled()
+                gc.disable()
+            self._count += 1
+
+    def end(self) -> None:
+        with self._lock:
+            # A child that was forked meanwhile has nobody left to end.
+            self._count = max(0, self._count - 1)
+            if self._count == 0 and self._was_on:
+                gc.enable()
+
+    def _forget(self) -> None:
+        """In the child of a fork: the threads that paused it, and perhaps held the lock, are not there."""
+        self._lock = threading.Lock()
+        if self._count and self._was_on:
+            gc.enable()
+        self._count = 0
+
+
+_pause = _Pause()
+
+
+@contextlib.contextmanager
+def collector_paused() -> Iterator[None]:
+    """Nothing is collected within; afterwards it is as it was before. Not for anything that waits."""
+    _pause.begin()
+    try:
+        yield
+    finally:
+        _pause.end()
