@@ -481,8 +481,8 @@ class _Receiver:
     def put_head(self, offset: int, data: bytes | memoryview) -> None:
         self._incoming.put_head(offset, data)
 
-    def put_chunk(self, index: int, data: bytes | memoryview) -> None:
-        self._incoming.put_chunk(index, data)
+    def put_chunks(self, index: int, data: bytes | memoryview) -> None:
+        self._incoming.put_chunks(index, data)
 
     def finish(self) -> bytes:
         return self._peers.received(self._peer, self._opening, self._incoming)

@@ -373,7 +373,7 @@ class _HeadTaker:
         _raise_if_set(self._stop)
         self._reader.put(offset, data)
 
-    def put_chunk(self, index: int, data: bytes | memoryview) -> None:
+    def put_chunks(self, index: int, data: bytes | memoryview) -> None:
         raise PeerError(f"expected the head alone, found chunk {index}")
 
 
@@ -392,7 +392,7 @@ class _ChunkTaker:
     def put_head(self, offset: int, data: bytes | memoryview) -> None:
         raise PeerError(f"expected chunks alone, found a piece of the head at {offset}")
 
-    def put_chunk(self, index: int, data: bytes | memoryview) -> None:
+    def put_chunks(self, index: int, data: bytes | memoryview) -> None:
         _raise_if_set(self._stop)
-        self._gathering.put_chunk(index, data)
+        self._gathering.put_chunks(index, data)
         self._count(len(data))

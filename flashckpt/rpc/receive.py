@@ -120,7 +120,7 @@ def _take(receiver: Receiver, peer: str, data: bytes) -> int | None:
     if not pieces:
         raise IncompatibleError(f"expected chunks in a message of node {peer!r}, found none")
     for index, piece in enumerate(pieces, first_index):
-        receiver.put_chunk(index, piece)
+        receiver.put_chunks(index, piece)
     return sum(map(len, pieces))
 
 

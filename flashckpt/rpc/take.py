@@ -83,7 +83,7 @@ class Take:
         for index, piece in enumerate(pieces, first_index):
             if index != self._next_chunk:
                 raise self._broken(f"chunk {index} instead of {self._next_chunk}")
-            self._taker.put_chunk(index, piece)
+            self._taker.put_chunks(index, piece)
             self._next_chunk = next(self._expected, None)
             self.taken_bytes += len(piece)
 

@@ -36,7 +36,8 @@ class Slot:
 class SlotFile:
     """A slot to write one shard into without mapping it, until it is sealed or abandoned.
 
-    What is written counts for the memory of the filesystem, not of this process. One thread at a time.
+    What is written counts for the memory of the filesystem, not of this process. Threads may write
+    different parts at a time; none may while it is closed.
     """
 
     __slots__ = ("_fd", "_page_bytes", "size_bytes", "slot_id")

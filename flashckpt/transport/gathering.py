@@ -14,16 +14,15 @@ from __future__ import annotations
 import contextlib
 import enum
 import hashlib
-import struct
 import threading
 from typing import TYPE_CHECKING, NoReturn
 
-from flashckpt import native
 from flashckpt.errors import ClosedError, ConfigError
 from flashckpt.failpoints import failpoint
-from flashckpt.format.caps import CRC_BYTES, DATA_ALIGNMENT_BYTES, PREAMBLE_BYTES
+from flashckpt.format.caps import DATA_ALIGNMENT_BYTES, PREAMBLE_BYTES
 from flashckpt.format.refuse import corrupt
 from flashckpt.store.fetched import FetchedFile
+from flashckpt.transport.filling import Filling, runs
 from flashckpt.transport.outgoing import DIGEST_BYTES, PIECE_BYTES
 from flashckpt.transport.sealing import seal
 from flashckpt.transport.stage import MAX_HEAD_BYTES, Stage
@@ -38,8 +37,6 @@ if TYPE_CHECKING:
     from flashckpt.store.slots import SlotStore
     from flashckpt.transport.stage import Table
     from flashckpt.types import Retrieval
-
-_CRC = struct.Struct("<I")
 
 
 class State(enum.Enum):
@@ -64,11 +61,10 @@ class Gathering:
         self._job = job
         if max_shard_bytes is not None and self.size_bytes > max_shard_bytes:
             self._refuse(f"a shard of at most {max_shard_bytes} bytes", f"{self.size_bytes}")
-        self._lock = threading.Lock()  # protects what follows, and each write: nobody writes after abandon()
+        self._lock = threading.Lock()  # protects what follows
         self._state = State.HEAD
-        self._chunk_crcs = b""
+        self._filling: Filling | None = None
         self._preamble = b""
-        self._have = bytearray()
         self._wanted = bytearray()
         self._file: SlotFile | None = store.claim_file(self.size_bytes) if self.whole else None
 
@@ -91,22 +87,11 @@ class Gathering:
     @property
     def chunks(self) -> int:
         """How many there are; 0 until the head is known."""
-        return len(self._chunk_crcs) // CRC_BYTES
-
-    def length_of(self, index: int) -> int:
-        return min(self.chunk_bytes, self.size_bytes - self.head_bytes - index * self.chunk_bytes)
+        return 0 if self._filling is None else self._filling.chunks
 
     def missing(self, ranges: Iterable[ChunkRange]) -> tuple[ChunkRange, ...]:
         """Of these, what has not come yet: what the next holder is asked for."""
-        with self._lock:
-            found: list[ChunkRange] = []
-            for one in ranges:
-                at = one.first
-                while (first := self._have.find(0, at, one.first + one.count)) >= 0:
-                    end = self._have.find(1, first, one.first + one.count)
-                    at = one.first + one.count if end < 0 else end
-                    found.append(ChunkRange(first, at - first))
-            return tuple(found)
+        return tuple(ranges) if self._filling is None else self._filling.missing(ranges)
 
     def read_head(self) -> HeadReader:
         """For one attempt to get the head from one holder."""
@@ -131,8 +116,8 @@ class Gathering:
                 self._file.write_at(offset, piece)
             self._preamble = stage.read(0, PREAMBLE_BYTES)
             self.head_bytes, self.chunk_bytes = table.data_offset_bytes, table.chunk_bytes
-            self._chunk_crcs = table.chunk_crcs
-            self._have, self._wanted = bytearray(self.chunks), bytearray(self.chunks)
+            self._filling = Filling(self._file, self.shard, self._where, table, self.size_bytes, "mid_retrieve")
+            self._wanted = bytearray(self.chunks)
             self._state = State.DATA
 
     def want(self, ranges: Iterable[ChunkRange]) -> int:
@@ -140,6 +125,9 @@ class Gathering:
         ranges = tuple(ranges)
         with self._lock:
             self._check_state("what is wanted", State.DATA)
+            filling = self._filling
+            if filling is None:
+                return 0
             for one in ranges:
                 if one.first < 0 or one.count <= 0 or one.first + one.count > self.chunks:
                     self._refuse(f"chunks from 0 to {self.chunks - 1}", f"{one.first} to {one.first + one.count - 1}")
@@ -149,34 +137,30 @@ class Gathering:
                     )
                 self._wanted[one.first : one.first + one.count] = b"\1" * one.count
             if isinstance(self._file, FetchedFile):
-                self._file.give_memory([self._bytes_of(one) for one in ranges])
-        return sum(length for _, length in map(self._bytes_of, ranges))
+                self._file.give_memory([filling.bytes_of(one) for one in ranges])
+        return sum(length for _, length in map(filling.bytes_of, ranges))
 
-    def put_chunk(self, index: int, data: Buffer) -> None:
-        """A chunk, whole. CorruptShardError: its checksum is wrong. One that is here already changes nothing."""
-        with memoryview(data).cast("B") as chunk:
-            if not 0 <= index < self.chunks or not self._wanted[index]:
-                self._refuse("a chunk that is wanted", f"chunk {index} of {self.chunks}")
-            if len(chunk) != self.length_of(index):
-                self._refuse(f"{self.length_of(index)} bytes of chunk {index}", f"{len(chunk)}")
-            (expected,) = _CRC.unpack_from(self._chunk_crcs, index * CRC_BYTES)
-            found = native.crc32c(chunk)
-            if found != expected:
-                corrupt(f"{self._where}: chunk {index}", f"crc32c {expected:#010x}", f"{found:#010x}")
-            failpoint("mid_retrieve")
-            with self._lock:
-                self._check_state(f"chunk {index}", State.DATA)
-                if self._file is not None and not self._have[index]:
-                    self._file.write_at(self.head_bytes + index * self.chunk_bytes, chunk)
-                    self._have[index] = 1
+    def put_chunks(self, first: int, data: Buffer) -> None:
+        """Whole chunks, one after the other. CorruptShardError: the checksum of one is wrong. One that is here already
+        changes nothing. Several threads may bring some at once."""
+        with self._lock:
+            self._check_state(f"chunk {first}", State.DATA)
+            filling = self._filling
+        if filling is None:
+            return
+        with memoryview(data).cast("B") as view:
+            count = max(1, -(-len(view) // filling.chunk_bytes))
+            if first < 0 or not all(self._wanted[first : first + count]) or first + count > filling.chunks:
+                self._refuse("a chunk that is wanted", f"{count} from {first} on, of {filling.chunks}")
+            filling.put(first, view)
 
     def finish(self) -> str:
         """Makes it whole: "" = it is a shard now, else the name of the file. ConflictError where another content lies
         here under that name."""
         with self._lock:
             self._check_state("the end", State.DATA)
-            lacking = sum(self._wanted) - sum(self._have)
-            if lacking or (self.whole and not all(self._have)):
+            lacking = sum(one.count for one in self.missing(self._wanted_ranges()))
+            if lacking:
                 self._refuse("all chunks that are wanted", f"the end with {lacking} missing")
             failpoint("before_fetched_seal")
             if isinstance(self._file, FetchedFile):
@@ -197,6 +181,9 @@ class Gathering:
         with self._lock:
             file, self._file = self._file, None
             self._state = State.ABANDONED
+            filling = self._filling
+        if filling is not None:
+            filling.close()  # IMPORTANT: whoever writes now would write into somebody else's slot
         # A store that was closed has given a slot back already.
         with contextlib.suppress(ClosedError):
             if isinstance(file, FetchedFile):
@@ -204,9 +191,10 @@ class Gathering:
             elif file is not None:
                 self._store.abandon(file)
 
-    def _bytes_of(self, one: ChunkRange) -> tuple[int, int]:
-        start = self.head_bytes + one.first * self.chunk_bytes
-        return start, min(one.count * self.chunk_bytes, self.size_bytes - start)
+    def _wanted_ranges(self) -> Iterable[ChunkRange]:
+        if self.whole:
+            return (ChunkRange(0, self.chunks),) if self.chunks else ()
+        return runs(self._wanted, 1, 0, self.chunks)
 
     def _check_state(self, what: str, *allowed: State) -> None:
         if self._state in (State.DONE, State.ABANDONED):

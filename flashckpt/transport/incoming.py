@@ -3,9 +3,10 @@
     OPEN ──head──▶ HEAD ──complete and right──▶ DATA ──finish──▶ SEALED
       ▲──────wrong──┘         └──────── abandon ────────▶ ABANDONED
 
-Head and chunks come strictly in order, so that where to go on after a broken connection is one number each. A
-piece that is refused changes nothing, except that a head that turns out wrong starts again. The preamble is
-written last, then the file is renamed: a receiver that dies anywhere before has left no shard.
+The head comes strictly in order, chunks come in any: several connections bring them at once. Where to go on after a
+broken connection is still one number each, the first byte and the first chunk that are missing. A piece that is
+refused changes nothing, except that a head that turns out wrong starts again. The preamble is written last, then the
+file is renamed: a receiver that dies anywhere before has left no shard.
 
 Failpoints: `mid_put` (a chunk is verified, not yet written) · `before_replica_seal` · `after_replica_seal`.
 """
@@ -15,18 +16,14 @@ from __future__ import annotations
 import contextlib
 import enum
 import hashlib
-import struct
 import threading
 from typing import TYPE_CHECKING, NoReturn
 
-from flashckpt import native
-from flashckpt.errors import (
-    ClosedError,
-    ConfigError,
-)
+from flashckpt.errors import ClosedError, ConfigError
 from flashckpt.failpoints import failpoint
-from flashckpt.format.caps import CRC_BYTES, DATA_ALIGNMENT_BYTES, PREAMBLE_BYTES
+from flashckpt.format.caps import DATA_ALIGNMENT_BYTES, PREAMBLE_BYTES
 from flashckpt.format.refuse import corrupt
+from flashckpt.transport.filling import Filling
 from flashckpt.transport.outgoing import DIGEST_BYTES, PIECE_BYTES
 from flashckpt.transport.sealing import seal
 from flashckpt.transport.stage import MAX_HEAD_BYTES, Stage
@@ -39,8 +36,6 @@ if TYPE_CHECKING:
     from flashckpt.store.slots import SlotStore
     from flashckpt.types import ShardId
 
-_CRC = struct.Struct("<I")
-
 
 class State(enum.Enum):
     OPEN = "open"  # nothing was received
@@ -51,7 +46,7 @@ class State(enum.Enum):
 
 
 class Incoming:
-    """One replica being received. Threads may share it: a call waits for the one before."""
+    """One replica being received. Threads may share it."""
 
     def __init__(
         self,
@@ -78,9 +73,7 @@ class Incoming:
         self._lock = threading.Lock()
         self._state = State.OPEN
         self._next_head_offset = 0
-        self._next_chunk = 0
-        self._chunk_bytes = 0
-        self._chunk_crcs = b""
+        self._filling: Filling | None = None
         self._preamble = b""
         self._held: Held | None = None
         self._hash = hashlib.blake2b(digest_size=DIGEST_BYTES)
@@ -102,12 +95,13 @@ class Incoming:
 
     @property
     def next_chunk(self) -> int:
-        return self._next_chunk
+        """The first one that is missing."""
+        return 0 if self._filling is None else self._filling.next_missing
 
     @property
     def chunks(self) -> int:
         """How many there are; 0 until the head is known."""
-        return len(self._chunk_crcs) // CRC_BYTES
+        return 0 if self._filling is None else self._filling.chunks
 
     def put_head(self, offset: int, data: Buffer) -> None:
         """The next piece of what lies before the data area. With the last one everything in it is checked.
@@ -128,24 +122,14 @@ class Incoming:
             if end == self.head_bytes:
                 self._take_head()
 
-    def put_chunk(self, index: int, data: Buffer) -> None:
-        """The next chunk of the data area, whole. CorruptShardError: its checksum is wrong; it may be sent again."""
-        with self._lock, memoryview(data).cast("B") as chunk:
-            self._check_state(f"chunk {index}", State.DATA)
-            if index != self._next_chunk or index >= self.chunks:
-                expected = f"chunk {self._next_chunk}" if self._next_chunk < self.chunks else "no chunk any more"
-                self._refuse(expected, f"chunk {index} of {self.chunks}")
-            start = self.head_bytes + index * self._chunk_bytes
-            length = min(self._chunk_bytes, self.size_bytes - start)
-            if len(chunk) != length:
-                self._refuse(f"{length} bytes of chunk {index}", f"{len(chunk)}")
-            (expected_crc,) = _CRC.unpack_from(self._chunk_crcs, index * CRC_BYTES)
-            found_crc = native.crc32c(chunk)
-            if found_crc != expected_crc:
-                corrupt(f"{self._where}: chunk {index}", f"crc32c {expected_crc:#010x}", f"{found_crc:#010x}")
-            failpoint("mid_put")
-            self._slot.write_at(start, chunk)
-            self._next_chunk = index + 1
+    def put_chunks(self, first: int, data: Buffer) -> None:
+        """Whole chunks of the data area, one after the other. CorruptShardError: the checksum of one is wrong; they may
+        be sent again. Several threads may bring some at once."""
+        with self._lock:
+            self._check_state(f"chunk {first}", State.DATA)
+            filling = self._filling
+        if filling is not None:
+            filling.put(first, data)
 
     def finish(self) -> Held:
         """Makes it a shard. Only after this returned may it be acknowledged. May be called again after that.
@@ -157,8 +141,8 @@ class Incoming:
             if self._held is not None:
                 return self._held
             self._check_state("the end", State.DATA)
-            if self._next_chunk != self.chunks:
-                self._refuse(f"chunk {self._next_chunk} of {self.chunks}", "the end")
+            if self.next_chunk != self.chunks:
+                self._refuse(f"chunk {self.next_chunk} of {self.chunks}", "the end")
             failpoint("before_replica_seal")
             self._held = self._seal()
             failpoint("after_replica_seal")
@@ -187,7 +171,7 @@ class Incoming:
             self._hash = hashlib.blake2b(digest_size=DIGEST_BYTES)
             self._state = State.OPEN
             raise
-        self._chunk_bytes, self._chunk_crcs = table.chunk_bytes, table.chunk_crcs
+        self._filling = Filling(self._slot, self.shard, self._where, table, self.size_bytes, "mid_put")
         self._preamble = self._stage.read(0, PREAMBLE_BYTES)
         self._stage.close()
         self._state = State.DATA
@@ -205,6 +189,8 @@ class Incoming:
             return
         self._state = State.ABANDONED
         self._stage.close()
+        if self._filling is not None:
+            self._filling.close()  # IMPORTANT: whoever writes now would write into somebody else's slot
         # A store that was closed has given it back already.
         with contextlib.suppress(ClosedError):
             self._store.abandon(self._slot)
@@ -224,7 +210,7 @@ class Incoming:
     def _refuse(self, expected: str, found: str) -> NoReturn:
         raise ConfigError(
             f"{self._where}: expected {expected}, found {found}",
-            hint="the sender is of another version or broken: head and chunks come once, whole and in order",
+            hint="the sender is of another version or broken: the head comes in order, chunks come whole",
             shard=self.shard,
             where=self._where,
             expected=expected,

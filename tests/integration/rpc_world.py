@@ -110,7 +110,7 @@ class MemoryReceiver:
             raise CorruptShardError(f"head: expected offset {len(self.head)}, found {offset}")
         self.head += data
 
-    def put_chunk(self, index, data):
+    def put_chunks(self, index, data):
         self.took.release()
         self.gate.wait(WAIT)
         room = self.opening.size_bytes - self.opening.head_bytes - len(self.data)

@@ -71,7 +71,7 @@ class Taken:
         assert offset == len(self.head)
         self.head += data
 
-    def put_chunk(self, index, data):
+    def put_chunks(self, index, data):
         if self.error is not None:
             raise self.error
         self.order.append(index)
@@ -197,7 +197,7 @@ def test_a_reader_that_does_not_read_is_cut_off(serve, connect, api):
     shard, release = Shard.make(4096, 400 * CHUNK), threading.Event()
 
     class Slow(Taken):
-        def put_chunk(self, index, data):
+        def put_chunks(self, index, data):
             release.wait(WAIT)
 
     api.giver = MemoryGiver(shard)
@@ -224,8 +224,8 @@ def test_a_server_that_closes_and_one_that_is_not_there(serve, connect, api):
     client = connect(serve())
 
     class Closing(Taken):
-        def put_chunk(self, index, data):
-            super().put_chunk(index, data)
+        def put_chunks(self, index, data):
+            super().put_chunks(index, data)
             if index == 0:
                 threading.Thread(target=serve.servers[0].close).start()
                 gate.wait(0.5)

@@ -55,7 +55,7 @@ class Receiver:
     def __init__(self, incoming):
         self.incoming = incoming
         self.put_head = incoming.put_head
-        self.put_chunk = incoming.put_chunk
+        self.put_chunks = incoming.put_chunks
         self.ends = []
 
     @property

@@ -22,7 +22,7 @@ CHUNKS = len(SENDER.chunks)
 
 
 class PushMachine(RuleBasedStateMachine):
-    """The model is two numbers: how much of the head and how many chunks were accepted, in order."""
+    """The model: how much of the head was accepted, and which chunks."""
 
     def __init__(self):
         super().__init__()
@@ -32,7 +32,8 @@ class PushMachine(RuleBasedStateMachine):
 
     def renew(self):
         self.incoming = SENDER.open(self.store)
-        self.head = self.chunks = 0
+        self.head = 0
+        self.chunks = set()
         self.damaged = False  # an accepted piece of the head, not found out before the digest is
         self.over = False
 
@@ -65,29 +66,33 @@ class PushMachine(RuleBasedStateMachine):
             self.damaged |= damage
             assert not (complete and self.damaged)
 
-    @rule(slip=st.sampled_from([0, 0, 0, 1, -1]), cut=st.sampled_from([0, 0, 0, 1]), damage=st.booleans())
-    def put_chunk(self, slip, cut, damage):
-        index = self.chunks + slip
-        chunk = SENDER.chunks[index % CHUNKS]
-        chunk = chunk[: len(chunk) - cut]
-        if damage:
-            chunk = flipped(chunk, len(chunk) // 3)
-        in_turn = not self.over and self.head == HEAD and slip == 0 and index < CHUNKS and not cut
+    @rule(
+        first=st.integers(-1, CHUNKS),
+        count=st.integers(1, 3),
+        cut=st.sampled_from([0, 0, 0, 1]),
+        damage=st.booleans(),
+    )
+    def put_chunks(self, first, count, cut, damage):
+        data = b"".join(SENDER.chunks[max(first, 0) : max(first, 0) + count])
+        data = data[: len(data) - cut]
+        if damage and data:
+            data = flipped(data, len(data) // 3)
+        fits = not self.over and self.head == HEAD and 0 <= first < CHUNKS and not cut
         try:
-            self.incoming.put_chunk(index, chunk)
+            self.incoming.put_chunks(first, data)
         except CorruptShardError:
-            assert in_turn
+            assert fits
             assert damage
         except (ConfigError, ClosedError):
-            assert not in_turn
+            assert not fits
         else:
-            assert in_turn
+            assert fits
             assert not damage
-            self.chunks += 1
+            self.chunks |= set(range(first, min(first + count, CHUNKS)))
 
     @rule()
     def finish(self):
-        ready = self.head == HEAD and self.chunks == CHUNKS
+        ready = self.head == HEAD and len(self.chunks) == CHUNKS
         try:
             held = self.incoming.finish()
         except FlashError:
@@ -116,7 +121,7 @@ class PushMachine(RuleBasedStateMachine):
         """A sender that only believes what the receiver says gets everything across, unless the head was bad."""
         if not self.over and not self.damaged:
             SENDER.send(self.incoming)
-            self.head, self.chunks = HEAD, CHUNKS
+            self.head, self.chunks = HEAD, set(range(CHUNKS))
 
     @invariant()
     def nothing_is_a_shard_before_the_end(self):
@@ -124,7 +129,8 @@ class PushMachine(RuleBasedStateMachine):
 
     @invariant()
     def where_to_go_on(self):
-        assert (self.incoming.next_head_offset, self.incoming.next_chunk) == (self.head, self.chunks)
+        assert self.incoming.next_head_offset == self.head
+        assert self.incoming.next_chunk == min(set(range(CHUNKS + 1)) - self.chunks)
 
 
 PushMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)

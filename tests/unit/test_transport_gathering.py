@@ -74,7 +74,7 @@ def test_a_whole_shard_in_any_order(store, seed):
         assert everything(one) == SENDER.size_bytes - SENDER.head_bytes
         for index in [*order, *order[:3]]:  # some of them twice
             assert find_held(store, "job", shard_id()) is None
-            one.put_chunk(index, SENDER.chunks[index])
+            one.put_chunks(index, SENDER.chunks[index])
         assert one.finish() == ""
     assert sealed_content(store, shard_id()) == CONTENT
     assert find_held(store, "job", shard_id()).tag == 9
@@ -85,7 +85,7 @@ def test_a_part_has_memory_for_nothing_else(store):
         put_head(one)
         assert one.want([ChunkRange(2, 2), ChunkRange(CHUNKS - 1, 1)]) == 2 * CHUNK + len(SENDER.chunks[-1])
         for index in (3, CHUNKS - 1, 2):
-            one.put_chunk(index, SENDER.chunks[index])
+            one.put_chunks(index, SENDER.chunks[index])
         name = one.finish()
         found, taken = fetched_content(store, name)
         head, size = SENDER.head_bytes, len(CONTENT)
@@ -111,10 +111,10 @@ def test_what_is_missing_after_a_source_failed(store):
         one.want(asked)
         assert one.missing(asked) == tuple(asked)
         for index in (0, 1, 3, 7):
-            one.put_chunk(index, SENDER.chunks[index])
+            one.put_chunks(index, SENDER.chunks[index])
         assert one.missing(asked) == (ChunkRange(2, 1), ChunkRange(6, 1), ChunkRange(8, 1))
         for index in (2, 6, 8):
-            one.put_chunk(index, SENDER.chunks[index])
+            one.put_chunks(index, SENDER.chunks[index])
         assert one.missing(asked) == ()
 
 
@@ -127,13 +127,13 @@ def test_a_wrong_chunk_changes_nothing(store, whole):
         flipped = bytes([good[0] ^ 1]) + good[1:]
         for wrong in (flipped, SENDER.chunks[3]):
             with pytest.raises(CorruptShardError, match="chunk 2"):
-                one.put_chunk(2, wrong)
+                one.put_chunks(2, wrong)
         for wrong in (good[:-1], good + b"x", b""):
-            with pytest.raises(ConfigError, match="bytes of chunk 2"):
-                one.put_chunk(2, wrong)
+            with pytest.raises(ConfigError, match=r"bytes of (chunk|chunks from) 2"):
+                one.put_chunks(2, wrong)
         for index in (-1, CHUNKS, 1 << 40):
             with pytest.raises(ConfigError, match="that is wanted"):
-                one.put_chunk(index, good)
+                one.put_chunks(index, good)
         assert one.missing([ChunkRange(2, 1)])
         with pytest.raises(ConfigError, match=f"{CHUNKS} missing"):
             one.finish()
@@ -144,7 +144,7 @@ def test_a_chunk_that_is_not_wanted_has_no_memory(store):
         put_head(one)
         one.want([ChunkRange(0, 1)])
         with pytest.raises(ConfigError, match="that is wanted"):
-            one.put_chunk(1, SENDER.chunks[1])
+            one.put_chunks(1, SENDER.chunks[1])
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -203,10 +203,10 @@ def test_after_the_end_nothing_is_written(store, whole):
     one = Gathering(store, "job", retrieval(whole))
     put_head(one)
     everything(one)
-    one.put_chunk(0, SENDER.chunks[0])
+    one.put_chunks(0, SENDER.chunks[0])
     one.abandon()
     one.abandon()
-    for late in (lambda: one.put_chunk(1, SENDER.chunks[1]), one.finish, lambda: put_head(one)):
+    for late in (lambda: one.put_chunks(1, SENDER.chunks[1]), one.finish, lambda: put_head(one)):
         with pytest.raises(ClosedError):
             late()
     assert store.scan() == ()
@@ -222,7 +222,7 @@ def test_threads_share_one(store):
         def send(start):
             try:
                 for index in [*range(start, CHUNKS, 2), *range(CHUNKS)]:
-                    one.put_chunk(index, SENDER.chunks[index])
+                    one.put_chunks(index, SENDER.chunks[index])
             except Exception as error:
                 problems.append(error)
 
@@ -241,7 +241,7 @@ def test_the_shard_came_in_another_way_meanwhile(store):
         put_head(one)
         everything(one)
         for index, chunk in enumerate(SENDER.chunks):
-            one.put_chunk(index, chunk)
+            one.put_chunks(index, chunk)
         SENDER.send_and_finish(SENDER.open(store))
         assert one.finish() == ""
     assert len(store.scan()) == 1
@@ -250,7 +250,7 @@ def test_the_shard_came_in_another_way_meanwhile(store):
         put_head(one, other.head)
         everything(one)
         for index, chunk in enumerate(other.chunks):
-            one.put_chunk(index, chunk)
+            one.put_chunks(index, chunk)
         with pytest.raises(ConflictError):
             one.finish()
     assert sealed_content(store, shard_id()) == CONTENT

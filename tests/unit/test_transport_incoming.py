@@ -10,6 +10,7 @@ import shutil
 import signal
 import struct
 import tempfile
+import threading
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from flashckpt.errors import (
 )
 from flashckpt.format.layout import encode_layout, fingerprint
 from flashckpt.format.shard import encode_header, geometry, invalidate, seal_bytes
+from flashckpt.store.handles import SlotFile
 from flashckpt.store.slots import SlotStore
 from flashckpt.transport import incoming as incoming_module
 from flashckpt.transport.incoming import Incoming, State
@@ -98,7 +100,7 @@ class Sender:
             yield lambda at=at: incoming.put_head(at, self.head[at : at + PIECE])
         while incoming.next_chunk < len(self.chunks):
             at = incoming.next_chunk
-            yield lambda at=at: incoming.put_chunk(at, self.chunks[at])
+            yield lambda at=at: incoming.put_chunks(at, self.chunks[at])
 
     def send(self, incoming):
         for step in self.steps(incoming):
@@ -268,11 +270,11 @@ def test_every_flipped_byte_of_the_data_is_refused(store):
     for index, chunk in enumerate(SENDER.chunks):
         for position in range(len(chunk)):
             with pytest.raises(CorruptShardError, match=f"chunk {index}"):
-                incoming.put_chunk(index, flipped(chunk, position))
+                incoming.put_chunks(index, flipped(chunk, position))
             assert incoming.next_chunk == index
         with pytest.raises(ConfigError, match=f"expected chunk {index} of 3, found the end"):
             incoming.finish()
-        incoming.put_chunk(index, chunk)
+        incoming.put_chunks(index, chunk)
     incoming.finish()
     assert sealed_content(store, shard_id()) == CONTENT
 
@@ -343,7 +345,7 @@ def refuses(call, error, problem):
 def test_every_refusal_by_order_and_length(store):
     incoming = SENDER.open(store)
     head, chunks = SENDER.head, SENDER.chunks
-    refuses(lambda: incoming.put_chunk(0, chunks[0]), ConfigError, "expected the rest of the head, found chunk 0")
+    refuses(lambda: incoming.put_chunks(0, chunks[0]), ConfigError, "expected the rest of the head, found chunk 0")
     refuses(incoming.finish, ConfigError, "expected the rest of the head")
     refuses(lambda: incoming.put_head(1, head[1:9]), ConfigError, "the piece of the head at 0, found one at 1")
     refuses(lambda: incoming.put_head(0, b""), ConfigError, "1 to 4096 bytes")
@@ -354,33 +356,82 @@ def test_every_refusal_by_order_and_length(store):
     refuses(lambda: incoming.put_head(99, head[99:200]), ConfigError, "at 100, found one at 99")  # overlapping
     refuses(lambda: incoming.put_head(101, head[101:]), ConfigError, "at 100, found one at 101")  # a gap
     refuses(lambda: incoming.put_head(-1, head[:5]), ConfigError, "found one at -1")
-    refuses(lambda: incoming.put_chunk(0, chunks[0]), ConfigError, "rest of the head")
+    refuses(lambda: incoming.put_chunks(0, chunks[0]), ConfigError, "rest of the head")
     incoming.put_head(100, memoryview(head)[100:])
     assert incoming.state is State.DATA
     refuses(lambda: incoming.put_head(4096, b"x"), ConfigError, "expected chunks, found a piece of the head")
     refuses(lambda: incoming.put_head(0, head), ConfigError, "expected chunks")
-    refuses(lambda: incoming.put_chunk(1, chunks[1]), ConfigError, "expected chunk 0, found chunk 1")
-    refuses(lambda: incoming.put_chunk(-1, chunks[2]), ConfigError, "expected chunk 0, found chunk -1")
-    refuses(lambda: incoming.put_chunk(0, chunks[0][:-1]), ConfigError, "8192 bytes of chunk 0, found 8191")
-    refuses(lambda: incoming.put_chunk(0, chunks[0] + b"x"), ConfigError, "found 8193")
-    refuses(lambda: incoming.put_chunk(0, b""), ConfigError, "found 0")
-    refuses(lambda: incoming.put_chunk(0, chunks[1]), CorruptShardError, "crc32c")  # another one's bytes
-    incoming.put_chunk(0, chunks[0])
-    refuses(lambda: incoming.put_chunk(0, chunks[0]), ConfigError, "expected chunk 1, found chunk 0")  # twice
-    refuses(lambda: incoming.put_chunk(2, chunks[2]), ConfigError, "expected chunk 1")
+    refuses(lambda: incoming.put_chunks(-1, chunks[2]), ConfigError, "a chunk from 0 to 2, found chunk -1")
+    refuses(lambda: incoming.put_chunks(0, chunks[0][:-1]), ConfigError, "8192 bytes of chunk 0, found 8191")
+    refuses(lambda: incoming.put_chunks(0, chunks[0] + b"x"), ConfigError, "16384 bytes of chunks from 0, found 8193")
+    refuses(lambda: incoming.put_chunks(0, b""), ConfigError, "found 0")
+    refuses(lambda: incoming.put_chunks(0, chunks[1]), CorruptShardError, "crc32c")  # another one's bytes
+    incoming.put_chunks(0, chunks[0])
+    incoming.put_chunks(0, chunks[0])  # twice changes nothing
     refuses(incoming.finish, ConfigError, "expected chunk 1 of 3, found the end")
-    incoming.put_chunk(1, chunks[1])
-    refuses(lambda: incoming.put_chunk(2, chunks[2] + bytes(4096)), ConfigError, "4096 bytes of chunk 2")
-    incoming.put_chunk(2, bytearray(chunks[2]))
-    refuses(lambda: incoming.put_chunk(3, chunks[0]), ConfigError, "no chunk any more")  # beyond the end
+    incoming.put_chunks(1, chunks[1])
+    refuses(lambda: incoming.put_chunks(2, chunks[2] + bytes(4096)), ConfigError, "4096 bytes of chunk 2")
+    incoming.put_chunks(2, bytearray(chunks[2]))
+    refuses(lambda: incoming.put_chunks(3, chunks[0]), ConfigError, "a chunk from 0 to 2")  # beyond the end
     incoming.finish()
     for late in (
         lambda: incoming.put_head(4096, b"x"),
-        lambda: incoming.put_chunk(2, chunks[2]),
-        lambda: incoming.put_chunk(3, chunks[2]),
+        lambda: incoming.put_chunks(2, chunks[2]),
+        lambda: incoming.put_chunks(3, chunks[2]),
     ):
         refuses(late, ClosedError, "nothing after it was sealed")
     assert sealed_content(store, shard_id()) == CONTENT
+
+
+@pytest.mark.parametrize("order", [(2, 1, 0), (1, 2, 0), (0, 2, 1)])
+def test_chunks_in_any_order(store, order):
+    incoming = SENDER.open(store)
+    SENDER.send_head(incoming)
+    for number, index in enumerate(order):
+        expected = min(set(range(3)) - set(order[:number]))
+        assert incoming.next_chunk == expected
+        incoming.put_chunks(index, SENDER.chunks[index])
+    incoming.finish()
+    assert sealed_content(store, shard_id()) == CONTENT
+
+
+def test_several_chunks_at_once_and_one_of_them_is_bad(store):
+    incoming = SENDER.open(store)
+    SENDER.send_head(incoming)
+    incoming.put_chunks(1, SENDER.chunks[1])
+    damaged = SENDER.chunks[0] + flipped(SENDER.chunks[1], 5) + SENDER.chunks[2]
+    refuses(lambda: incoming.put_chunks(0, damaged), CorruptShardError, "chunk 1: expected crc32c")
+    assert incoming.next_chunk == 0
+    incoming.put_chunks(0, b"".join(SENDER.chunks))
+    incoming.finish()
+    assert sealed_content(store, shard_id()) == CONTENT
+
+
+def test_whoever_writes_is_waited_for_before_the_slot_is_given_back(store, monkeypatch):
+    """Another shard may be written into it the next moment."""
+    incoming = SENDER.open(store)
+    SENDER.send_head(incoming)
+    writing, go_on, given_back = threading.Event(), threading.Event(), threading.Event()
+    write_at = SlotFile.write_at
+
+    def slow(file, offset, data):
+        writing.set()
+        assert go_on.wait(60)
+        assert not given_back.is_set()
+        write_at(file, offset, data)
+
+    monkeypatch.setattr(SlotFile, "write_at", slow)
+    writer = threading.Thread(target=incoming.put_chunks, args=(0, SENDER.chunks[0]))
+    writer.start()
+    assert writing.wait(60)
+    ender = threading.Thread(target=lambda: (incoming.abandon(), given_back.set()))
+    ender.start()
+    assert not given_back.wait(0.2)
+    go_on.set()
+    writer.join()
+    ender.join()
+    assert given_back.is_set()
+    refuses(lambda: incoming.put_chunks(1, SENDER.chunks[1]), ClosedError, "abandoned")
 
 
 def test_abandoned_at_any_time(store):
@@ -392,7 +443,7 @@ def test_abandoned_at_any_time(store):
         incoming.abandon()
         assert incoming.state is State.ABANDONED
         refuses(lambda one=incoming: one.put_head(0, SENDER.head), ClosedError, "after it was abandoned")
-        refuses(lambda one=incoming: one.put_chunk(0, SENDER.chunks[0]), ClosedError, "after it was abandoned")
+        refuses(lambda one=incoming: one.put_chunks(0, SENDER.chunks[0]), ClosedError, "after it was abandoned")
         refuses(incoming.finish, ClosedError, "after it was abandoned")
     assert store.scan() == ()
     assert (store.status().pool.files, store.status().writing.files) == (1, 0)
