@@ -103,6 +103,17 @@ class CheckpointConfig:
     replicate_max_mbps: float | None = None
     """Most megabits a second that a node's agent sends to other nodes; None: no limit."""
 
+    transport: str = "auto"
+    """How shards go from node to node: "tcp" by plain connections beside the calls (lanes), "grpc" by the calls
+    themselves, "auto" by lanes where they can be opened, else by the calls."""
+
+    lanes: int = 2
+    """Connections of one transfer, where lanes are used. More of them fill a link that one connection can't."""
+
+    encrypt_data: bool | None = None
+    """Whether lanes use TLS. The calls always do. None: where tls_cert is given. Without it shards cross the network
+    readable, as gradients do, and only a one-time ticket protects them."""
+
     peer_timeout: float = 10.0
     """Seconds without an answer after which a node is called down."""
 
@@ -223,12 +234,16 @@ class CheckpointConfig:
             raise ConfigError(f"agent_linger: expected seconds of at least 0, found {self.agent_linger!r}")
         if self.replicate_max_mbps is not None and not self.replicate_max_mbps > 0:
             raise ConfigError(f"replicate_max_mbps: expected more than 0 or None, found {self.replicate_max_mbps!r}")
+        if not isinstance(self.lanes, int) or not 1 <= self.lanes <= 8:
+            raise ConfigError(f"lanes: expected 1 to 8, found {self.lanes!r}")
         if self.port is not None and not 0 <= self.port < 1 << 16:
             raise ConfigError(f"port: expected 0 to 65535, found {self.port!r}")
         for name, allowed in (
             ("on_busy", ("wait", "skip")),
             ("on_save_error", ("log", "raise")),
             ("agent", (None, "auto", "off")),
+            ("transport", ("auto", "tcp", "grpc")),
+            ("encrypt_data", (None, True, False)),
         ):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name}: expected one of {allowed}, found {getattr(self, name)!r}")
@@ -346,6 +361,12 @@ class Settings:
     tls_files: tuple[str, str, str] | None  # certificate, key, CA; None: made for each launch
     uses_agent: bool
     disabled: bool
+
+    @property
+    def encrypts_data(self) -> bool:
+        """Whether lanes use TLS: as it was asked for, else where the operator brings certificates."""
+        asked = self.config.encrypt_data
+        return self.tls_files is not None if asked is None else asked
 
 
 def resolve(config: CheckpointConfig, environ: Mapping[str, str] = os.environ) -> Settings:

@@ -1,6 +1,7 @@
 """What other nodes read of the shards that lie here.
 
-Failpoints: `before_get` (asked, not yet answered) · `mid_get` (before each chunk) · `after_get` (the last one is read).
+Failpoints: `before_get` (asked, not yet answered) · `mid_get` (before each chunk, or each frame
+of a lane) · `after_get` (the last one is read).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from flashckpt.wire import GetInfo, GetRefused
 
 if TYPE_CHECKING:
     from flashckpt.agent.shell import OpenShard, Shell
-    from flashckpt.types import Held, ShardId
+    from flashckpt.types import ChunkRange, Held, ShardId
     from flashckpt.wire import GetOpen
 
 _log = logging.getLogger(__name__)
@@ -84,6 +85,13 @@ class Reading:
         if index == self._last_chunk:
             failpoint("after_get")
         return data
+
+    def place_of(self, chunks: ChunkRange) -> tuple[int, int, int]:
+        failpoint("mid_get")
+        place = self._opened.place_of(chunks)
+        if chunks.first <= self._last_chunk < chunks.first + chunks.count:
+            failpoint("after_get")
+        return place
 
     def rotten(self, error: Exception) -> None:
         _log.warning("%s was to be read by %r: %s", self.shard, self._peer, error)

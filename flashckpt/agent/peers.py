@@ -147,7 +147,8 @@ class Peers:
             self.send(node_id, Beat())
 
     def _serve(self, bundle: Bundle, advertise: str, port: int) -> None:
-        server = PeerServer(self, bundle, self._shell.options.job, self._shell.options.node_id)
+        options = self._shell.options
+        server = PeerServer(self, bundle, options.job, options.node_id, lanes=options.lane_policy)
         # Where all nodes are on one machine, nobody from outside should even get as far as a handshake.
         host = advertise if is_loopback(advertise) else "::"
         try:
@@ -431,8 +432,9 @@ class Peers:
             known = self._clients.get(node_id)
             if known is not None and known[:2] == (address, bundle):
                 return known[2]
-            timeout = self._shell.options.peer_timeout
-            client = PeerClient(address, bundle, self._shell.options.job, node_id, stall_timeout=timeout)
+            options = self._shell.options
+            timeout = options.peer_timeout
+            client = PeerClient(address, bundle, options.job, node_id, stall_timeout=timeout, lanes=options.lane_policy)
             try:
                 client.hello(self._hello(), timeout)
             except BaseException:
@@ -481,8 +483,8 @@ class _Receiver:
     def put_head(self, offset: int, data: bytes | memoryview) -> None:
         self._incoming.put_head(offset, data)
 
-    def put_chunks(self, index: int, data: bytes | memoryview) -> None:
-        self._incoming.put_chunks(index, data)
+    def put_chunks(self, first: int, data: bytes | memoryview) -> None:
+        self._incoming.put_chunks(first, data)
 
     def finish(self) -> bytes:
         return self._peers.received(self._peer, self._opening, self._incoming)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashckpt.agent.lock import AgentLock
 from flashckpt.errors import ConfigError, ConflictError, FlashError
+from flashckpt.lanes.policy import LanePolicy
 from flashckpt.rpc.settings import prepare
 from flashckpt.store.directory import Directory, open_directory
 
@@ -60,6 +61,15 @@ class Options:
     replicate_max_mbps: float | None = None
     """Most megabits a second that it sends to all peers together; None: no limit."""
 
+    transport: str = "auto"
+    """How shards go to other nodes and come from them: by lanes ("tcp"), by calls ("grpc"), by whichever works."""
+
+    lanes: int = 2
+    """Connections of one transfer."""
+
+    encrypt_data: int = 0
+    """1: lanes use TLS."""
+
     nice: int = 10
     """Added to the niceness it inherits: training comes first."""
 
@@ -89,12 +99,17 @@ class Options:
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise ConfigError(f"{name}: expected a number above 0 or None, found {value!r}")
+        _ = self.lane_policy  # which checks them
         if not 0 <= self.nice <= 19:
             raise ConfigError(f"nice: expected 0 to 19, found {self.nice!r}")
         if self.peer_timeout <= self.beat_interval:
             raise ConfigError(
                 f"peer_timeout: expected more than beat_interval ({self.beat_interval} s), found {self.peer_timeout}"
             )
+
+    @property
+    def lane_policy(self) -> LanePolicy:
+        return LanePolicy(self.transport, bool(self.encrypt_data), self.lanes)
 
     def arguments(self) -> list[str]:
         """The command line that parses to these options. Nothing in it is secret: everybody may read it."""
@@ -110,7 +125,8 @@ def parse(argv: Sequence[str]) -> tuple[Options, bool, float]:
     """The options, whether to detach, and how long the start may take then."""
     parser = argparse.ArgumentParser(prog="flashckpt.agent", allow_abbrev=False)
     run_parser = parser.add_subparsers(dest="command", required=True).add_parser("run", allow_abbrev=False)
-    kinds: dict[str, Callable[[str], Any]] = {"budget_bytes": int, "nice": int, "replicate_max_mbps": float}
+    kinds: dict[str, Callable[[str], Any]] = dict.fromkeys(("budget_bytes", "nice", "lanes", "encrypt_data"), int)
+    kinds["replicate_max_mbps"] = float
     kinds |= dict.fromkeys(_SECONDS, float)
     for field in fields(Options):
         run_parser.add_argument(

@@ -373,8 +373,8 @@ class _HeadTaker:
         _raise_if_set(self._stop)
         self._reader.put(offset, data)
 
-    def put_chunks(self, index: int, data: bytes | memoryview) -> None:
-        raise PeerError(f"expected the head alone, found chunk {index}")
+    def put_chunks(self, first: int, data: bytes | memoryview) -> None:
+        raise PeerError(f"expected the head alone, found chunk {first}")
 
 
 class _ChunkTaker:
@@ -392,7 +392,7 @@ class _ChunkTaker:
     def put_head(self, offset: int, data: bytes | memoryview) -> None:
         raise PeerError(f"expected chunks alone, found a piece of the head at {offset}")
 
-    def put_chunks(self, index: int, data: bytes | memoryview) -> None:
+    def put_chunks(self, first: int, data: bytes | memoryview) -> None:
         _raise_if_set(self._stop)
-        self._gathering.put_chunks(index, data)
+        self._gathering.put_chunks(first, data)
         self._count(len(data))

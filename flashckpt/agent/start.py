@@ -71,6 +71,9 @@ def options_of(settings: Settings) -> Options:
         linger=config.agent_linger,
         budget_bytes=config.memory_budget_bytes,
         replicate_max_mbps=config.replicate_max_mbps,
+        transport=config.transport,
+        lanes=config.lanes,
+        encrypt_data=int(settings.encrypts_data),
         # Several signs of life may be lost or late before a node counts as down.
         beat_interval=min(1.0, config.peer_timeout / 4),
         peer_timeout=config.peer_timeout,

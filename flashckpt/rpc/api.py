@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from flashckpt.credentials import Bundle
     from flashckpt.store.owner import Owner
-    from flashckpt.types import Fence, Generation, Launch, Level, NodeInventory, Retrieval, Session, ShardId
+    from flashckpt.types import ChunkRange, Fence, Generation, Launch, Level, NodeInventory, Retrieval, Session, ShardId
     from flashckpt.wire import (
         Answer,
         Envelope,
@@ -166,7 +166,8 @@ class Hello:
 class Receiver(Protocol):
     """Takes one replica. Exactly one of finish, suspend and fail ends it; nothing is called after that.
 
-    Data is a view of a message: it must not be kept beyond the call.
+    Chunks are whole, in any order, and may come from several threads at once. Data is a view of a buffer: it must not
+    be kept beyond the call.
     """
 
     @property
@@ -175,7 +176,7 @@ class Receiver(Protocol):
 
     def put_head(self, offset: int, data: bytes | memoryview) -> None: ...
 
-    def put_chunks(self, index: int, data: bytes | memoryview) -> None: ...
+    def put_chunks(self, first: int, data: bytes | memoryview) -> None: ...
 
     def finish(self) -> bytes:
         """Seals; the digest that the sender may count on. If it raises, `fail` follows."""
@@ -188,7 +189,7 @@ class Receiver(Protocol):
 
 
 class Source(Protocol):
-    """A sealed shard that is read to be sent; reading verifies, so that no rot is sent."""
+    """A sealed shard that is read to be sent; reading verifies."""
 
     @property
     def head_bytes(self) -> int: ...
@@ -202,6 +203,9 @@ class Source(Protocol):
     def read_head(self, offset: int, limit: int) -> bytes: ...
 
     def read_chunk(self, index: int) -> bytes: ...
+
+    def place_of(self, chunks: ChunkRange) -> tuple[int, int, int] | None:
+        """Descriptor, offset and length of these chunks in a file, to be sent unread; None where there is none."""
 
 
 class Giver(Source, Protocol):
@@ -219,14 +223,15 @@ class Giver(Source, Protocol):
 class Taker(Protocol):
     """Takes what was asked of another node. Whatever it raises ends the call and reaches its caller.
 
-    Data is a view of a message: it must not be kept beyond the call.
+    Chunks are whole, and may come from several threads at once. Data is a view of a buffer: it must not be kept beyond
+    the call.
     """
 
     def opened(self, info: GetInfo) -> None: ...
 
     def put_head(self, offset: int, data: bytes | memoryview) -> None: ...
 
-    def put_chunks(self, index: int, data: bytes | memoryview) -> None: ...
+    def put_chunks(self, first: int, data: bytes | memoryview) -> None: ...
 
 
 class PeerApi(Protocol):

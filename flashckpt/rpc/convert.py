@@ -575,8 +575,9 @@ def _names(values: Sequence[str], what: str) -> tuple[str, ...]:
     return tuple(name(one, what) for one in _bounded(values, what, _MAX_SHOWN))
 
 
-def to_opening(opening: wire.PutOpen, receiver: str) -> peer_pb2.PutOpen:
+def to_opening(opening: wire.PutOpen, receiver: str, lanes: int = 0) -> peer_pb2.PutOpen:
     return peer_pb2.PutOpen(
+        lanes=lanes,
         sender=opening.sender,
         receiver=receiver,
         launch=to_launch(opening.launch),
@@ -608,8 +609,8 @@ def from_opening(message: peer_pb2.PutOpen) -> tuple[wire.PutOpen, str]:
     return opening, name(message.receiver, "receiver")
 
 
-def to_ready(ready: wire.PutReady) -> peer_pb2.PutReady:
-    return peer_pb2.PutReady(next_head_offset=ready.next_head_offset, next_chunk=ready.next_chunk)
+def to_ready(ready: wire.PutReady, lanes: peer_pb2.Lanes | None = None) -> peer_pb2.PutReady:
+    return peer_pb2.PutReady(next_head_offset=ready.next_head_offset, next_chunk=ready.next_chunk, lanes=lanes)
 
 
 def from_ready(message: peer_pb2.PutReady) -> wire.PutReady:

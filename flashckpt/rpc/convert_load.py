@@ -35,8 +35,9 @@ _MAX_TAG = (1 << 32) - 1
 # --- between agents
 
 
-def to_get(get: wire.GetOpen, receiver: str) -> peer_pb2.GetRequest:
+def to_get(get: wire.GetOpen, receiver: str, lanes: int = 0) -> peer_pb2.GetRequest:
     return peer_pb2.GetRequest(
+        lanes=lanes,
         sender=get.sender,
         receiver=receiver,
         launch=convert.to_launch(get.launch),
@@ -62,9 +63,13 @@ def from_get(message: peer_pb2.GetRequest) -> tuple[wire.GetOpen, str]:
     return get, checks.name(message.receiver, "receiver")
 
 
-def to_info(info: wire.GetInfo) -> peer_pb2.GetOpened:
+def to_info(info: wire.GetInfo, lanes: peer_pb2.Lanes | None = None) -> peer_pb2.GetOpened:
     return peer_pb2.GetOpened(
-        size_bytes=info.size_bytes, head_bytes=info.head_bytes, chunk_bytes=info.chunk_bytes, tag=info.tag
+        size_bytes=info.size_bytes,
+        head_bytes=info.head_bytes,
+        chunk_bytes=info.chunk_bytes,
+        tag=info.tag,
+        lanes=lanes,
     )
 
 

@@ -1,11 +1,17 @@
-"""The holder's half of a Get: from a Giver to the messages of one answer."""
+"""The holder's half of a Get: from a Giver to the messages of one answer, and to lanes where the reader wants some."""
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import TYPE_CHECKING
 
-from flashckpt.errors import CorruptShardError
+from flashckpt.errors import CorruptShardError, PeerError
+from flashckpt.lanes.batches import Batches
+from flashckpt.lanes.carry import carry
 from flashckpt.rpc import convert_load
+from flashckpt.rpc.checks import maybe
+from flashckpt.rpc.convert_lanes import to_offer
 from flashckpt.rpc.frames import encode_chunks
 from flashckpt.rpc.settings import BATCH_BYTES, MAX_HEAD_PIECE_BYTES
 from flashckpt.v1 import peer_pb2
@@ -14,28 +20,41 @@ from flashckpt.wire import GetRefused
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
 
+    from flashckpt.lanes.layout import Lane
     from flashckpt.rpc.api import Giver
+    from flashckpt.rpc.lane_ends import LaneServer
     from flashckpt.wire import GetOpen
 
+PROGRESS_SECONDS = 1.0
+_COME_SECONDS = 10.0  # until the reader has opened a lane
 
-def give(giver: Giver, get: GetOpen) -> Generator[bytes, None, None]:
+
+def give(giver: Giver, get: GetOpen, lanes: LaneServer, wanted_lanes: int) -> Generator[bytes, None, None]:
     """gRPC takes one message at a time, and the next one only when the connection has room: no more is read ahead."""
+    going = _Going(giver, get, lanes, wanted_lanes)
     try:
         if get.ranges and get.ranges[-1].first + get.ranges[-1].count > giver.chunks:
             last = get.ranges[-1]
             reason = f"expected chunks up to {giver.chunks - 1}, found {last.first} to {last.first + last.count - 1}"
             yield refuse(GetRefused(reason, retry=False))
             return
-        yield peer_pb2.GetResponse(opened=convert_load.to_info(giver.info)).SerializeToString()
+        opened = convert_load.to_info(giver.info, maybe(going.offer, to_offer))
+        yield peer_pb2.GetResponse(opened=opened).SerializeToString()
         try:
             if get.with_head:
                 yield from _head(giver)
-            yield from _chunks(giver, get)
+            if going.offer is None:
+                yield from _chunks(giver, get)
+            else:
+                yield from going.wait()
         except CorruptShardError as error:
             giver.rotten(error)
             # The reader goes to its next source at once; what came before was right, and it keeps that.
             yield refuse(GetRefused(f"the copy here is bad: {error.message}", retry=False))
+        except PeerError as error:
+            yield refuse(GetRefused(error.message, retry=True))
     finally:
+        going.close()
         giver.close()
 
 
@@ -57,3 +76,39 @@ def _chunks(giver: Giver, get: GetOpen) -> Iterator[bytes]:
         end = one.first + one.count
         for first in range(one.first, end, at_once):
             yield encode_chunks(first, [giver.read_chunk(i) for i in range(first, min(first + at_once, end))])
+
+
+class _Going:
+    """What goes by lanes. Nobody reads the shard any more when close() has returned."""
+
+    def __init__(self, giver: Giver, get: GetOpen, lanes: LaneServer, wanted: int) -> None:
+        self._giver = giver
+        self._batches = Batches(get.ranges, giver.chunk_bytes)
+        self._lock = threading.Lock()
+        self._sent_bytes = 0
+        self._guests = lanes.expect(get.sender, wanted if get.ranges else 0, self._carry)
+        self.offer = lanes.offer(self._guests)
+
+    def wait(self) -> Iterator[bytes]:
+        """Says how far it is until all is taken. Raises what made a lane fail."""
+        assert self._guests is not None
+        came_by = time.monotonic() + _COME_SECONDS
+        while not self._guests.wait(PROGRESS_SECONDS):
+            if not self._guests.entered and time.monotonic() > came_by:
+                raise PeerError(f"expected a lane within {_COME_SECONDS:g} s, found none")
+            progress = peer_pb2.GetProgress(sent_bytes=self._sent_bytes)
+            yield peer_pb2.GetResponse(progress=progress).SerializeToString()
+        if self._guests.error is not None:
+            raise self._guests.error
+
+    def close(self) -> None:
+        self._batches.stop()
+        if self._guests is not None:
+            self._guests.close()
+
+    def _carry(self, lane: Lane) -> None:
+        carry(lane, self._batches, self._giver, self._count)
+
+    def _count(self, size: int) -> None:
+        with self._lock:
+            self._sent_bytes += size

@@ -9,6 +9,7 @@ replicas anyway.
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +17,13 @@ import grpc
 
 from flashckpt.credentials import Identity
 from flashckpt.errors import ConfigError, CorruptShardError, DeniedError, FlashError, IncompatibleError, PeerError
+from flashckpt.lanes.policy import LanePolicy
 from flashckpt.rpc import channels, convert, convert_load
 from flashckpt.rpc.errors import from_call
+from flashckpt.rpc.lane_ends import LaneClient
 from flashckpt.rpc.send import Push
-from flashckpt.rpc.settings import MAX_MESSAGE_BYTES, PEER_SERVICE, VERSION, Keepalive, client_options
-from flashckpt.rpc.take import Take
+from flashckpt.rpc.settings import PEER_SERVICE, VERSION, Keepalive, client_options
+from flashckpt.rpc.take import NoLanesError, Take
 from flashckpt.rpc.watchdog import Watchdog
 from flashckpt.v1 import peer_pb2
 
@@ -31,8 +34,10 @@ if TYPE_CHECKING:
     from flashckpt.rpc.api import Brake, Hello, PutResult, Source, Taker
     from flashckpt.wire import Answer, Envelope, GetOpen, GetRefused, PutOpen
 
-# Room for what is around the chunks of a message.
-_MAX_CHUNK_BYTES = MAX_MESSAGE_BYTES - (64 << 10)
+_log = logging.getLogger(__name__)
+
+# What a Get is taken to be about before anything is known of the shard.
+_TYPICAL_CHUNK_BYTES = 256 << 10
 
 
 class PeerClient:
@@ -53,6 +58,7 @@ class PeerClient:
         stall_timeout: float = 30.0,
         open_timeout: float = 120.0,
         keepalive: Keepalive | None = None,
+        lanes: LanePolicy | None = None,
     ) -> None:
         """`stall_timeout`: seconds that a push may go on without an answer to what was sent; `open_timeout`: how
         long the receiver may take to make room for it."""
@@ -62,12 +68,14 @@ class PeerClient:
         self._stall_timeout = stall_timeout
         self._open_timeout = open_timeout
         self._watchdog = Watchdog(min(stall_timeout, open_timeout))
+        server_name = Identity(job, node_id).dns_name
+        self._lanes = LaneClient(address, bundle, server_name, lanes or LanePolicy(), stall_timeout)
         self._channel = grpc.secure_channel(
             address,
             grpc.ssl_channel_credentials(bundle.ca_pem, bundle.key_pem, bundle.certificate_pem),
             options=[
                 *client_options(keepalive or Keepalive()),
-                ("grpc.ssl_target_name_override", Identity(job, node_id).dns_name),
+                ("grpc.ssl_target_name_override", server_name),
             ],
             compression=grpc.Compression.NoCompression,
         )
@@ -111,12 +119,8 @@ class PeerClient:
         Raises PeerError where the connection breaks or the receiver stalls (try again: it resumes), what `source`
         raises where the shard here is bad, and the receiver's error where it found the bytes wrong.
         """
-        if source.chunk_bytes > _MAX_CHUNK_BYTES:
-            raise IncompatibleError(
-                f"{opening.shard}: expected chunks of at most {_MAX_CHUNK_BYTES} bytes, found {source.chunk_bytes}"
-            )
         started = time.monotonic()
-        push = Push(opening, source, self.node_id, throttle)
+        push = Push(opening, source, self.node_id, throttle, self._lanes)
         try:
             call = channels.stream(self._channel, f"/{PEER_SERVICE}/Put", push.requests(), timeout)
         except ValueError as error:  # what gRPC raises for a channel that was closed
@@ -153,13 +157,23 @@ class PeerClient:
         Raises PeerError where the connection breaks, the holder stalls, or sends what was not asked for; and whatever
         the taker raises. What was sent is the taker's to verify.
         """
+        wanted = self._lanes.wanted(sum(one.count for one in opening.ranges) * _TYPICAL_CHUNK_BYTES)
+        try:
+            return self._get_once(opening, taker, timeout, wanted)
+        except NoLanesError as error:
+            if self._lanes.must:
+                raise PeerError(f"{self._where()}: {error}", peer=self.node_id) from error
+            _log.info("get of %s from node %r goes by gRPC: %s", opening.shard, self.node_id, error)
+        return self._get_once(opening, taker, timeout, 0)
+
+    def _get_once(self, opening: GetOpen, taker: Taker, timeout: float | None, lanes: int) -> GetRefused | None:
         started = time.monotonic()
-        request = convert_load.to_get(opening, self.node_id).SerializeToString()
+        request = convert_load.to_get(opening, self.node_id, lanes).SerializeToString()
         try:
             call = channels.call_for_stream(self._channel, f"/{PEER_SERVICE}/Get", request, timeout=timeout)
         except ValueError as error:  # what gRPC raises for a channel that was closed
             raise PeerError(f"{self._where()}: Get after close()", peer=self.node_id) from error
-        take = Take(opening, self.node_id, taker)
+        take = Take(opening, self.node_id, taker, self._lanes)
         watched = self._watchdog.watch(call.cancel)
         try:
             return take.follow(call, watched, self._stall_timeout)
@@ -180,6 +194,7 @@ class PeerClient:
             ) from error
         finally:
             call.cancel()
+            take.close()
             self._watchdog.forget(watched)
 
     def close(self) -> None:

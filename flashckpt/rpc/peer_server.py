@@ -14,12 +14,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 
+from flashckpt.address import parse_address
 from flashckpt.credentials import check_peer
 from flashckpt.errors import BusyError, ConfigError, DeniedError, IncompatibleError
+from flashckpt.lanes.policy import LanePolicy
 from flashckpt.rpc import convert, convert_load
 from flashckpt.rpc.descriptors import connections_allowed
 from flashckpt.rpc.give import give, refuse
 from flashckpt.rpc.guard import Call, Caller, Guard
+from flashckpt.rpc.lane_ends import LaneServer
 from flashckpt.rpc.receive import Messages, receive
 from flashckpt.rpc.roles import Role
 from flashckpt.rpc.settings import PEER_SERVICE, VERSION, Keepalive, PeerLimits, server_options
@@ -52,12 +55,14 @@ class PeerServer:
         *,
         limits: PeerLimits | None = None,
         keepalive: Keepalive | None = None,
+        lanes: LanePolicy | None = None,
     ) -> None:
         self._api = api
         self._job = job
         self._node_id = node_id
         self._limits = limits or PeerLimits()
         self._watchdog = Watchdog(self._limits.idle_timeout)
+        self._lanes = LaneServer(bundle, job, lanes or LanePolicy(), self._limits.idle_timeout)
         self._lock = threading.Lock()  # protects the four below
         self._idle = threading.Condition(self._lock)  # no stream is left
         self._streams: Counter[str] = Counter()
@@ -91,6 +96,8 @@ class PeerServer:
     def start(self, address: str) -> int:
         """Listens on host:port ([host]:port for IPv6); the port, which is another one where 0 was asked for."""
         port = self._bind(address)
+        host, asked = parse_address(address)
+        self._lanes.start(host, asked)
         self._server.start()
         return port
 
@@ -98,6 +105,7 @@ class PeerServer:
         """Takes no new calls; running ones have `grace` seconds. Broken pushes are suspended. May be called twice."""
         self._server.stop(grace).wait(grace + STRAGGLERS_SECONDS)
         self._watchdog.close()
+        self._lanes.close()
         # Streams end by suspending their receivers, and the caller's store has to outlive that.
         with self._idle:
             if not self._idle.wait_for(lambda: not self._streams and not self._gets, STRAGGLERS_SECONDS):
@@ -220,6 +228,7 @@ class PeerServer:
             check=lambda sender, receiver: self._check(call, sender, receiver),
             watched=watched,
             idle_timeout=self._limits.idle_timeout,
+            lanes=self._lanes,
         )
 
     def _get(self, requests: Iterator[bytes], call: Call) -> Iterator[bytes]:
@@ -234,14 +243,15 @@ class PeerServer:
                 data = Messages(requests, watched, limits.idle_timeout).take()
                 if data is None:
                     return  # ended or broke before it began
-                get, meant = convert_load.from_get(convert.parse(peer_pb2.GetRequest, data, "Get"))
+                request = convert.parse(peer_pb2.GetRequest, data, "Get")
+                get, meant = convert_load.from_get(request)
                 self._check(call, get.sender, meant)
                 answer = self._api.get_open(peer, get)
                 if isinstance(answer, GetRefused):
                     watched.expect(limits.idle_timeout)
                     yield refuse(answer)
                     return
-                with closing(give(answer, get)) as messages:
+                with closing(give(answer, get, self._lanes, request.lanes)) as messages:
                     for message in messages:
                         # Whoever does not read keeps a thread and a message of ours.
                         watched.expect(limits.idle_timeout)

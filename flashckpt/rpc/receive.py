@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from typing import TYPE_CHECKING
 
 import grpc
 
 from flashckpt.errors import IncompatibleError, PeerError
+from flashckpt.lanes.carry import land
 from flashckpt.rpc import convert
+from flashckpt.rpc.checks import maybe
+from flashckpt.rpc.convert_lanes import to_offer
 from flashckpt.rpc.frames import decode_chunks
 from flashckpt.rpc.settings import MAX_HEAD_PIECE_BYTES
 from flashckpt.v1 import peer_pb2
@@ -19,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
 
     from flashckpt.rpc.api import PeerApi, Receiver
+    from flashckpt.rpc.lane_ends import LaneServer
     from flashckpt.rpc.watchdog import Watched
 
 # An answer for so many bytes, or seconds: often enough to keep the sender's window open and its patience fresh, too
@@ -35,6 +40,7 @@ def receive(
     check: Callable[[str, str], None],
     watched: Watched,
     idle_timeout: float,
+    lanes: LaneServer,
 ) -> Generator[bytes, None, None]:
     """Yields the answers. `check` gets the sender and the receiver that the stream names, and raises."""
     messages = Messages(requests, watched, idle_timeout)
@@ -53,31 +59,61 @@ def receive(
     if isinstance(answer, PutRefused):
         yield peer_pb2.PutResponse(refused=convert.to_refused(answer)).SerializeToString()
         return
-    yield from _fill(answer, peer, messages)
+    yield from _fill(answer, peer, messages, lanes, message.open.lanes)
 
 
-def _fill(receiver: Receiver, peer: str, messages: Messages) -> Iterator[bytes]:
+class _Arrivals:
+    """Counts what a receiver takes, by the stream and by lanes."""
+
+    def __init__(self, receiver: Receiver, lanes: LaneServer, peer: str, wanted: int) -> None:
+        self._receiver = receiver
+        self._lock = threading.Lock()
+        self.taken_bytes = 0
+        self._guests = lanes.expect(peer, wanted, lambda lane: land(lane, self._put))
+        self.offer = lanes.offer(self._guests)
+
+    def count(self, size: int) -> None:
+        with self._lock:
+            self.taken_bytes += size
+
+    def _put(self, first: int, data: memoryview) -> None:
+        self._receiver.put_chunks(first, data)
+        self.count(len(data))
+
+    def close(self) -> None:
+        """IMPORTANT: before the receiver's last call. Nothing comes by lanes when it returns."""
+        if self._guests is not None:
+            self._guests.close()
+
+
+def _fill(receiver: Receiver, peer: str, messages: Messages, lanes: LaneServer, wanted: int) -> Iterator[bytes]:
     """IMPORTANT: whatever happens, exactly one of finish, suspend and fail is the receiver's last call; or finish
     raises, and fail is."""
     ended = False
+    arrivals = _Arrivals(receiver, lanes, peer, wanted)
     try:
-        yield peer_pb2.PutResponse(ready=convert.to_ready(receiver.ready)).SerializeToString()
-        taken = told = 0
+        ready = convert.to_ready(receiver.ready, maybe(arrivals.offer, to_offer))
+        yield peer_pb2.PutResponse(ready=ready).SerializeToString()
+        told = 0
         told_at = -math.inf  # the first one at once: a slow sender may need long for the next
         while (data := messages.take()) is not None:
-            size = _take(receiver, peer, data)
-            if size is None:
+            part, size = _take(receiver, peer, data)
+            if part == "finish":
+                arrivals.close()
                 digest = receiver.finish()
                 ended = True
                 sealed = peer_pb2.PutSealed(digest=digest)
                 yield peer_pb2.PutResponse(sealed=sealed).SerializeToString()
                 return
-            taken += size
-            now = time.monotonic()
-            if taken - told >= PROGRESS_BYTES or now - told_at >= PROGRESS_SECONDS:
+            arrivals.count(size)
+            now, taken = time.monotonic(), arrivals.taken_bytes
+            # A sender opens lanes when it knows that the head was taken, and asks while they run.
+            is_due = part != "chunks" or taken - told >= PROGRESS_BYTES or now - told_at >= PROGRESS_SECONDS
+            if is_due:
                 told, told_at = taken, now
                 progress = peer_pb2.PutProgress(taken_bytes=taken)
                 yield peer_pb2.PutResponse(progress=progress).SerializeToString()
+        arrivals.close()
         ended = True
         receiver.suspend()
         if messages.half_closed:
@@ -89,15 +125,17 @@ def _fill(receiver: Receiver, peer: str, messages: Messages) -> Iterator[bytes]:
     except Exception as error:
         if not ended:
             ended = True
+            arrivals.close()
             receiver.fail(error)
         raise
     finally:
         if not ended:  # this generator was closed: the call ended while an answer was on its way
+            arrivals.close()
             receiver.suspend()
 
 
-def _take(receiver: Receiver, peer: str, data: bytes) -> int | None:
-    """The number of bytes taken; None for the finish."""
+def _take(receiver: Receiver, peer: str, data: bytes) -> tuple[str, int]:
+    """What it was, and the number of bytes taken."""
     chunks = decode_chunks(data)
     if chunks is None:
         message = convert.parse(peer_pb2.PutRequest, data, "Put")
@@ -109,11 +147,11 @@ def _take(receiver: Receiver, peer: str, data: bytes) -> int | None:
                         f"found {len(message.head.data)}"
                     )
                 receiver.put_head(message.head.offset, message.head.data)
-                return len(message.head.data)
+                return "head", len(message.head.data)
             case "chunks":
                 chunks = message.chunks.first_index, [memoryview(one) for one in message.chunks.data]
-            case "finish":
-                return None
+            case "finish" | "ask" as part:
+                return part, 0
             case _:
                 raise _out_of_turn(peer, "head, chunks or finish", message)
     first_index, pieces = chunks
@@ -121,7 +159,7 @@ def _take(receiver: Receiver, peer: str, data: bytes) -> int | None:
         raise IncompatibleError(f"expected chunks in a message of node {peer!r}, found none")
     for index, piece in enumerate(pieces, first_index):
         receiver.put_chunks(index, piece)
-    return sum(map(len, pieces))
+    return "chunks", sum(map(len, pieces))
 
 
 class Messages:

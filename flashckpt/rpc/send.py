@@ -1,4 +1,4 @@
-"""The sender's half of a push: from a Source to the messages of one stream.
+"""The sender's half of a push: from a Source to the messages of one stream, and to lanes where they are offered.
 
 gRPC takes the messages from a thread of its own, while the thread that asked for the push follows the answers. The
 two meet in `_state`: how far the receiver is, and whether anybody still listens.
@@ -11,18 +11,26 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from flashckpt.errors import PeerError
+from flashckpt.errors import ClosedError, IncompatibleError, PeerError
 from flashckpt.failpoints import failpoint
+from flashckpt.lanes.batches import Batches
+from flashckpt.lanes.carry import carry
 from flashckpt.rpc import convert
 from flashckpt.rpc.api import PutEnd, PutResult
+from flashckpt.rpc.checks import optional
+from flashckpt.rpc.convert_lanes import from_offer
 from flashckpt.rpc.frames import encode_chunks
-from flashckpt.rpc.settings import BATCH_BYTES, MAX_HEAD_PIECE_BYTES
+from flashckpt.rpc.settings import BATCH_BYTES, MAX_HEAD_PIECE_BYTES, MAX_STREAMED_CHUNK_BYTES
+from flashckpt.types import ChunkRange
 from flashckpt.v1 import peer_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    from flashckpt.lanes.fleet import Fleet
+    from flashckpt.lanes.policy import Offer
     from flashckpt.rpc.api import Brake, Source
+    from flashckpt.rpc.lane_ends import LaneClient
     from flashckpt.rpc.watchdog import Watched
     from flashckpt.wire import PutOpen, PutReady
 
@@ -30,18 +38,26 @@ _log = logging.getLogger(__name__)
 
 # Bytes on their way: enough for 10 Gbit/s over 25 ms, and all that a broken connection loses.
 WINDOW_BYTES = 32 << 20
+# Seconds between two questions how far the receiver is, while chunks go by lanes.
+ASK_SECONDS = 1.0
 
 
 class Push:
     """One attempt to push one shard."""
 
-    def __init__(self, opening: PutOpen, source: Source, receiver: str, throttle: Brake | None) -> None:
+    def __init__(
+        self, opening: PutOpen, source: Source, receiver: str, throttle: Brake | None, lanes: LaneClient
+    ) -> None:
         self._opening = opening
         self._source = source
         self._receiver = receiver
         self._throttle = throttle
+        self._lanes = lanes
+        self._wanted_lanes = lanes.wanted(opening.size_bytes - opening.head_bytes)
         self._state = threading.Condition()  # protects what follows
         self._ready: PutReady | None = None
+        self._offer: Offer | None = None
+        self._fleet: Fleet | None = None
         self._closed = False
         self._finishing = False
         self.sent_bytes = 0
@@ -56,22 +72,35 @@ class Push:
         with self._state:
             self._closed = True
             self._state.notify_all()
+            fleet = self._fleet
+        if fleet is not None:
+            fleet.close()
 
     # --- gRPC's thread
 
     def requests(self) -> Iterator[bytes]:
         try:
-            opening = convert.to_opening(self._opening, self._receiver)
+            opening = convert.to_opening(self._opening, self._receiver, self._wanted_lanes)
             yield peer_pb2.PutRequest(open=opening).SerializeToString()
             ready = self._wait_ready()
             if ready is None:
                 return
-            for data, size in self._parts(ready):
+            for data, size in self._head(ready):
                 if not self._admit(size):
                     return
-                failpoint("mid_push")
                 yield data
+            fleet = self._open_lanes()
+            if fleet is not None:
+                yield from self._by_lanes(fleet, ready)
+            else:
+                for data, size in self._chunks(ready):
+                    if not self._admit(size):
+                        return
+                    failpoint("mid_push")
+                    yield data
             with self._state:
+                if self._closed:
+                    return
                 self._finishing = True
                 self._expect(self._stall_timeout)
             yield peer_pb2.PutRequest(finish=peer_pb2.PutFinish()).SerializeToString()
@@ -80,7 +109,7 @@ class Push:
             # keeps what it has and answers; follow() raises.
             self.error = error
 
-    def _parts(self, ready: PutReady) -> Iterator[tuple[bytes, int]]:
+    def _head(self, ready: PutReady) -> Iterator[tuple[bytes, int]]:
         """Each message with the bytes of the shard in it."""
         source = self._source
         offset = ready.next_head_offset
@@ -89,10 +118,58 @@ class Push:
             head = peer_pb2.PutHead(offset=offset, data=data)
             yield peer_pb2.PutRequest(head=head).SerializeToString(), len(data)
             offset += len(data)
+
+    def _chunks(self, ready: PutReady) -> Iterator[tuple[bytes, int]]:
+        source = self._source
+        if source.chunk_bytes > MAX_STREAMED_CHUNK_BYTES:
+            raise IncompatibleError(
+                f"{self._opening.shard}: expected chunks of at most {MAX_STREAMED_CHUNK_BYTES} bytes, "
+                f"found {source.chunk_bytes}",
+                hint="larger ones go by lanes only: see that the other node's port for them can be reached",
+            )
         at_once = max(1, BATCH_BYTES // source.chunk_bytes)
         for first in range(ready.next_chunk, source.chunks, at_once):
             chunks = [source.read_chunk(index) for index in range(first, min(first + at_once, source.chunks))]
             yield encode_chunks(first, chunks), sum(map(len, chunks))
+
+    def _open_lanes(self) -> Fleet | None:
+        """None: chunks go by this stream."""
+        if not self._wanted_lanes:
+            return None
+        with self._state:  # the receiver knows where chunks go only when it has the whole head
+            self._state.wait_for(lambda: self.taken_bytes == self.sent_bytes or self._closed)
+            if self._closed:
+                return None
+        if self._offer is None and not self._lanes.must:
+            return None
+        try:
+            fleet = self._lanes.open(self._offer)
+        except PeerError as error:
+            if self._lanes.must:
+                raise
+            _log.info("push of %s to node %r goes by gRPC: %s", self._opening.shard, self._receiver, error.message)
+            return None
+        with self._state:
+            self._fleet = fleet
+        return fleet
+
+    def _by_lanes(self, fleet: Fleet, ready: PutReady) -> Iterator[bytes]:
+        left = ChunkRange(ready.next_chunk, self._source.chunks - ready.next_chunk)
+        batches = Batches((left,) if left.count else (), self._source.chunk_bytes)
+        fleet.start(lambda lane: carry(lane, batches, self._source, self._before_frame))
+        try:
+            while not fleet.wait(min(ASK_SECONDS, self._stall_timeout / 4)):
+                yield peer_pb2.PutRequest(ask=peer_pb2.PutAsk()).SerializeToString()
+        finally:
+            batches.stop()
+            fleet.close()
+        if fleet.error is not None:
+            raise fleet.error
+
+    def _before_frame(self, size: int) -> None:
+        if not self._admit(size):
+            raise ClosedError("nobody waits for this push any more")
+        failpoint("mid_push")
 
     def _wait_ready(self) -> PutReady | None:
         with self._state:
@@ -104,7 +181,8 @@ class Push:
         if self._throttle is not None:
             self._throttle.take(size)
         with self._state:
-            self._state.wait_for(lambda: self.sent_bytes - self.taken_bytes < WINDOW_BYTES or self._closed)
+            if self._fleet is None:  # a lane has a window of its own
+                self._state.wait_for(lambda: self.sent_bytes - self.taken_bytes < WINDOW_BYTES or self._closed)
             if self.sent_bytes == self.taken_bytes:
                 self._expect(self._stall_timeout)
             self.sent_bytes += size
@@ -144,7 +222,8 @@ class Push:
             raise self._broken(f"{part} out of turn")
         match part:
             case "ready":
-                self._start(convert.from_ready(message.ready))
+                offer = optional(message.ready, "lanes", from_offer)
+                self._start(convert.from_ready(message.ready), offer)
             case "have":
                 return PutResult(PutEnd.HAVE, self._checked(message.have.digest))
             case "refused":
@@ -166,12 +245,12 @@ class Push:
                 raise self._broken("an answer that this version does not know")
         return None
 
-    def _start(self, ready: PutReady) -> None:
+    def _start(self, ready: PutReady, offer: Offer | None) -> None:
         source = self._source
         if ready.next_head_offset > source.head_bytes or ready.next_chunk > source.chunks:
             raise self._broken(f"{ready}, beyond its {source.head_bytes} bytes of head or {source.chunks} chunks")
         with self._state:
-            self._ready = ready
+            self._ready, self._offer = ready, offer
             self._relax()
             self._state.notify_all()
 

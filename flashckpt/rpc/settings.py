@@ -25,6 +25,7 @@ TICKET_KEY = "flashckpt-ticket-bin"  # metadata of a call on the Unix socket
 MIB = 1 << 20
 MAX_MESSAGE_BYTES = 4 * MIB + (64 << 10)  # the largest batch of chunks, and room for what is around it
 MAX_HEAD_PIECE_BYTES = MIB
+MAX_STREAMED_CHUNK_BYTES = MAX_MESSAGE_BYTES - (64 << 10)  # of chunks that go by messages
 # Chunks share a message up to this size. 2 MiB gained no more CPU than runs differ by, and cost the receiver 25 MiB.
 BATCH_BYTES = MIB
 MAX_METADATA_BYTES = 8192

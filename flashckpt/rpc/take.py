@@ -1,11 +1,14 @@
-"""The reader's half of a Get: from the messages of one answer to the calls of one Taker."""
+"""The reader's half of a Get: from the messages of one answer, or from lanes, to the calls of one Taker."""
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
-from flashckpt.errors import PeerError
+from flashckpt.errors import CorruptShardError, PeerError
+from flashckpt.lanes.carry import land
 from flashckpt.rpc import convert, convert_load
+from flashckpt.rpc.convert_lanes import from_offer
 from flashckpt.rpc.frames import decode_chunks
 from flashckpt.rpc.settings import MAX_HEAD_PIECE_BYTES
 from flashckpt.v1 import peer_pb2
@@ -13,15 +16,25 @@ from flashckpt.v1 import peer_pb2
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from flashckpt.lanes.fleet import Fleet
+    from flashckpt.lanes.policy import Offer
     from flashckpt.rpc.api import Taker
+    from flashckpt.rpc.lane_ends import LaneClient
     from flashckpt.rpc.watchdog import Watched
     from flashckpt.wire import GetInfo, GetOpen, GetRefused
 
+_END_SECONDS = 10.0
+
+
+class NoLanesError(Exception):
+    """The holder offers lanes, and they can't be opened: ask again without."""
+
 
 class Take:
-    """One answer. Nothing reaches the taker that was not asked for, or not in the order it was asked for."""
+    """One answer. Nothing reaches the taker that was not asked for, or, by the call itself, not in the order it was
+    asked for."""
 
-    def __init__(self, get: GetOpen, holder: str, taker: Taker) -> None:
+    def __init__(self, get: GetOpen, holder: str, taker: Taker, lanes: LaneClient) -> None:
         self._get = get
         self._holder = holder
         self._taker = taker
@@ -29,6 +42,11 @@ class Take:
         self._next_head_offset = 0
         self._expected = _indices(get)
         self._next_chunk = next(self._expected, None)
+        self._lanes = lanes
+        self._fleet: Fleet | None = None
+        self._lock = threading.Lock()  # protects what follows while lanes run
+        self._awaited: set[int] = set()
+        self._error: Exception | None = None  # the taker's
         self.taken_bytes = 0
 
     def follow(self, answers: Iterable[bytes], watched: Watched, stall_timeout: float) -> GetRefused | None:
@@ -38,12 +56,62 @@ class Take:
             watched.relax()  # what takes time now is ours
             refused = self._take(data)
             if refused is not None:
-                return refused
+                return self._explained(refused)
             watched.expect(stall_timeout)
         watched.relax()
+        if self._fleet is not None:
+            self._end_lanes()
         if self._info is None or not self._has_head or self._next_chunk is not None:
             raise self._broken("the end of the answer")
         return None
+
+    def close(self) -> None:
+        """Nothing reaches the taker any more when it returns."""
+        if self._fleet is not None:
+            self._fleet.close()
+
+    def _explained(self, refused: GetRefused) -> GetRefused:
+        """The holder hears of what fails here by its lanes; what it answers is no news then, unless it looked into it:
+        a bad chunk is bad in its copy, or was spoiled on the way."""
+        if self._error is not None and not isinstance(self._error, CorruptShardError):
+            raise self._error
+        return refused
+
+    def _open_lanes(self, offer: Offer) -> None:
+        if self._next_chunk is None:
+            return
+        try:
+            self._fleet = self._lanes.open(offer)
+        except PeerError as error:
+            raise NoLanesError(error.message) from error
+        self._awaited = {self._next_chunk, *self._expected}
+        self._next_chunk = None
+        self._fleet.start(lambda lane: land(lane, self._take_frame))
+
+    def _take_frame(self, first: int, data: memoryview) -> None:
+        assert self._info is not None
+        indices = range(first, first + max(1, -(-len(data) // self._info.chunk_bytes)))
+        with self._lock:
+            if not self._awaited.issuperset(indices):
+                raise self._broken(f"chunks {first} to {indices[-1]} by a lane")
+        try:
+            self._taker.put_chunks(first, data)
+        except Exception as error:
+            self._error = self._error or error  # before the holder can hear of it and answer
+            raise
+        with self._lock:
+            self._awaited.difference_update(indices)
+            self.taken_bytes += len(data)
+
+    def _end_lanes(self) -> None:
+        """The holder has ended its answer, so that it has our verdicts."""
+        assert self._fleet is not None
+        if not self._fleet.wait(_END_SECONDS):
+            raise self._broken("the end of the answer while lanes run")
+        if self._fleet.error is not None:
+            raise self._fleet.error
+        if self._awaited:
+            raise self._broken(f"the end of the answer, with {len(self._awaited)} chunks missing")
 
     @property
     def _has_head(self) -> bool:
@@ -57,6 +125,12 @@ class Take:
                 case "opened" if self._info is None:
                     self._info = convert_load.from_info(message.opened)
                     self._taker.opened(self._info)
+                    if message.opened.HasField("lanes"):
+                        self._open_lanes(from_offer(message.opened.lanes))
+                    elif self._lanes.must and self._next_chunk is not None:
+                        raise PeerError(f"node {self._holder!r} offers no lanes", peer=self._holder)
+                    return None
+                case "progress" if self._fleet is not None:
                     return None
                 case "refused":
                     return convert_load.from_get_refused(message.refused)

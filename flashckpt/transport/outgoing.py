@@ -1,4 +1,4 @@
-"""The sender's half of a push: a sealed shard, read piece by piece and verified before a byte of it leaves.
+"""The sender's half of a push: a sealed shard, read piece by piece, each verified, or sent as it lies.
 
 Everything is read through the descriptor. A file that is cut short or recycled meanwhile gives an error, never a
 signal, and never a chunk that does not fit the header it was announced with.
@@ -21,7 +21,7 @@ from flashckpt.types import Held
 
 if TYPE_CHECKING:
     from flashckpt.store.handles import Sealed
-    from flashckpt.types import ShardId
+    from flashckpt.types import ChunkRange, ShardId
 
 DIGEST_BYTES = 16
 PIECE_BYTES = 1 << 20
@@ -67,6 +67,14 @@ class Outgoing:
         if found != expected:
             corrupt(f"{name_of(self._fd)}: chunk {index}", f"crc32c {expected:#010x}", f"{found:#010x}")
         return data
+
+    def place_of(self, chunks: ChunkRange) -> tuple[int, int, int]:
+        """Descriptor, offset and length of these chunks, for whoever sends them unread."""
+        if chunks.first < 0 or chunks.first + chunks.count > self.chunks:
+            raise ConfigError(f"{self.shard}: expected chunks from 0 to {self.chunks - 1}, found {chunks}")
+        start = chunks.first * self.chunk_bytes
+        length = min(chunks.count * self.chunk_bytes, self._data_length_bytes - start)
+        return self._fd, self.head_bytes + start, length
 
 
 def digest_of(fd: int) -> bytes:

@@ -77,6 +77,9 @@ class Shard:
         self.reads.append(index)
         return self.data[index * self.chunk_bytes : (index + 1) * self.chunk_bytes]
 
+    def place_of(self, chunks):
+        return None  # not in a file: lanes read it
+
     def opening(self, sender):
         return PutOpen(
             *(sender, LAUNCH, None, ShardId(GENERATION, self.rank, 4), 7, self.digest),
@@ -93,8 +96,9 @@ class MemoryReceiver:
         self.opening = opening
         self.chunk_bytes = chunk_bytes
         self.head = bytearray()
-        self.data = bytearray()
-        self.next_chunk = 0
+        self.data = bytearray(opening.size_bytes - opening.head_bytes)
+        self.have = set()
+        self.lock = threading.Lock()
         self.ends = []
         self.ended = threading.Event()
         self.took = threading.Semaphore(0)  # one for each chunk
@@ -105,24 +109,32 @@ class MemoryReceiver:
     def ready(self):
         return PutReady(len(self.head), self.next_chunk)
 
+    @property
+    def chunks(self):
+        return -(-len(self.data) // self.chunk_bytes)
+
+    @property
+    def next_chunk(self):
+        return min(set(range(self.chunks + 1)) - self.have)
+
     def put_head(self, offset, data):
         if offset != len(self.head) or offset + len(data) > self.opening.head_bytes:
             raise CorruptShardError(f"head: expected offset {len(self.head)}, found {offset}")
         self.head += data
 
-    def put_chunks(self, index, data):
+    def put_chunks(self, first, data):
         self.took.release()
         self.gate.wait(WAIT)
-        room = self.opening.size_bytes - self.opening.head_bytes - len(self.data)
-        if index != self.next_chunk or len(data) != min(self.chunk_bytes, room):
-            raise CorruptShardError(
-                f"chunk: expected {self.next_chunk}, found {index} of {len(data)} bytes", chunk=index
-            )
-        self.data += data
-        self.next_chunk += 1
+        start, size = first * self.chunk_bytes, self.opening.size_bytes - self.opening.head_bytes
+        whole = len(data) % self.chunk_bytes == 0 or start + len(data) == size
+        if not data or not whole or start + len(data) > size or len(self.head) != self.opening.head_bytes:
+            raise CorruptShardError(f"chunk: expected whole ones, found {len(data)} bytes of {first}", chunk=first)
+        with self.lock:
+            self.data[start : start + len(data)] = data
+            self.have |= set(range(first, first + -(-len(data) // self.chunk_bytes)))
 
     def finish(self):
-        if len(self.head) + len(self.data) != self.opening.size_bytes:
+        if len(self.head) != self.opening.head_bytes or len(self.have) != self.chunks:
             raise CorruptShardError(f"expected {self.opening.size_bytes} bytes, found fewer")
         self._end("finish")
         return hashlib.blake2b(self.head, digest_size=16).digest()

@@ -8,7 +8,9 @@ import grpc
 import pytest
 
 from flashckpt.errors import CorruptShardError, IncompatibleError, NoSpaceError, PeerError
+from flashckpt.lanes.policy import LanePolicy
 from flashckpt.rpc.frames import decode_chunks, encode_chunks
+from flashckpt.rpc.lane_ends import LaneClient
 from flashckpt.rpc.peer_client import PeerClient
 from flashckpt.rpc.peer_server import PeerServer
 from flashckpt.rpc.settings import PeerLimits
@@ -19,6 +21,7 @@ from flashckpt.wire import GetInfo, GetOpen, GetRefused
 from tests.integration.rpc_world import FENCE, GENERATION, JOB, LAUNCH, WAIT, Credentials, MemoryPeer, Shard
 
 CHUNK = 256 << 10
+BY_STREAM = LanePolicy("grpc")  # lanes: tests/contract/test_transfer.py
 
 
 class MemoryGiver:
@@ -38,6 +41,9 @@ class MemoryGiver:
         if index == self.rotten_at:
             raise CorruptShardError(f"chunk {index} is bad")
         return self.shard.read_chunk(index)
+
+    def place_of(self, chunks):
+        return None
 
     def rotten(self, error):
         self.found.append(error.message)
@@ -94,7 +100,7 @@ def serve(bundles, api):
     servers = []
 
     def start(**options):
-        servers.append(PeerServer(api, bundles["b"], JOB, "b", **options))
+        servers.append(PeerServer(api, bundles["b"], JOB, "b", **{"lanes": BY_STREAM, **options}))
         return f"127.0.0.1:{servers[-1].start('127.0.0.1:0')}"
 
     start.servers = servers
@@ -108,7 +114,7 @@ def connect(bundles):
     clients = []
 
     def make(address, **options):
-        clients.append(PeerClient(address, bundles["a"], JOB, "b", **options))
+        clients.append(PeerClient(address, bundles["a"], JOB, "b", **{"lanes": BY_STREAM, **options}))
         return clients[-1]
 
     yield make
@@ -294,8 +300,10 @@ def test_an_answer_that_is_not_what_was_asked_for(what):
 
         def relax(self): ...
 
+    job = Credentials()
+    lanes = LaneClient("127.0.0.1:1", job.bundle("a"), "b", BY_STREAM, 1.0)
     with pytest.raises((PeerError, IncompatibleError)):
-        Take(asking(shard, (0, 1)), "b", taken).follow(messages, Clock(), 1.0)
+        Take(asking(shard, (0, 1)), "b", taken, lanes).follow(messages, Clock(), 1.0)
     assert taken.order in ([], [0])
     assert taken.head == b""
 

@@ -23,12 +23,12 @@ from flashckpt.wire import PutOpen, PutReady
 from tests.integration.rpc_world import GENERATION, JOB, LAUNCH, Credentials, MemoryPeer
 
 SHARD = ShardId(GENERATION, 1, 4)
-DATA_BYTES = 20 * DEFAULT_CHUNK_BYTES + 8192
 
 
-def write_shard(store):
+def write_shard(store, chunks=20):
+    """So many chunks, and a shorter one."""
     layout = encode_layout(Layout(()))
-    where = geometry(len(layout), DATA_BYTES, store.granule_bytes, DEFAULT_CHUNK_BYTES)
+    where = geometry(len(layout), chunks * DEFAULT_CHUNK_BYTES + 8192, store.granule_bytes, DEFAULT_CHUNK_BYTES)
     data = random.Random(5).randbytes(where.data_length_bytes)
     pieces = (data[at : at + DEFAULT_CHUNK_BYTES] for at in range(0, len(data), DEFAULT_CHUNK_BYTES))
     header = encode_header(

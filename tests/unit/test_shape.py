@@ -15,8 +15,9 @@ ROOT = Path(flashckpt.__file__).parent
 # A new edge here is a decision, not an accident.
 OUTSIDE = {
     "persist": {"torch", "numpy", "fsspec", "format", "store", "native", "save", "load", "transport", "discover"},
-    "agent": {"persist", "rpc", "transport", "store", "format", "placement", "credentials", "address"},
-    "rpc": {"grpc", "google", "v1", "store", "credentials", "address"},  # protobuf types stop here
+    "agent": {"persist", "rpc", "lanes", "transport", "store", "format", "placement", "credentials", "address"},
+    "rpc": {"grpc", "google", "v1", "store", "credentials", "address", "lanes"},  # protobuf types stop here
+    "lanes": {"credentials"},
     "transport": {"store", "format", "native"},
     "placement": set(),
     "credentials": {"cryptography"},

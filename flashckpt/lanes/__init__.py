@@ -1,0 +1,1 @@
+"""Lanes: plain TCP connections that carry chunks beside the gRPC calls that order them."""

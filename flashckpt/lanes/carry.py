@@ -1,0 +1,155 @@
+"""Both ends of a lane once it is open: chunks out of a sealed shard into the wire, and out of the wire to whoever
+verifies and keeps them.
+
+A plain lane sends out of the page cache (sendfile), without a look: the receiver verifies, and where it finds a bad
+frame, the sender verifies its own copy of it to know whose fault it was. A lane with TLS has to read anyway, and
+verifies before it sends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import ssl
+from typing import TYPE_CHECKING, Protocol
+
+from flashckpt.errors import CorruptShardError, FlashError, PeerError
+from flashckpt.lanes.layout import (
+    END,
+    FRAME,
+    FRAME_BYTES,
+    MAX_FRAME_BYTES,
+    Code,
+    Verdict,
+    broken,
+    read_exactly,
+    read_into,
+    read_verdict,
+    write,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from flashckpt.lanes.batches import Batches
+    from flashckpt.lanes.layout import Lane
+    from flashckpt.types import ChunkRange
+
+_MOST_DRAINED_BYTES = 256 << 20
+_LAST_WORDS_SECONDS = 0.2
+
+
+class Chunks(Protocol):
+    """A sealed shard's data area."""
+
+    @property
+    def chunks(self) -> int: ...
+
+    def read_chunk(self, index: int) -> bytes:
+        """Verified: CorruptShardError where it is bad."""
+
+    def place_of(self, chunks: ChunkRange) -> tuple[int, int, int] | None:
+        """Descriptor, offset and length of these chunks in a file; None where there is none."""
+
+
+def carry(lane: Lane, batches: Batches, chunks: Chunks, before: Callable[[int], object]) -> None:
+    """Sends until there is no batch left, and waits for the verdict. `before` gets the bytes of each frame before it
+    goes; what it raises ends the lane.
+
+    CorruptShardError: our copy is bad. PeerError: the lane broke, or the receiver did not want it.
+    """
+    try:
+        while (batch := batches.take()) is not None:
+            _send(lane, batch, chunks, before)
+            if _has_news(lane, 0.0):
+                break  # the receiver has something to say before the end
+        else:
+            write(lane, FRAME.pack(END, 0))
+    except PeerError:
+        batches.stop()
+        # What the receiver said last explains more than how the lane broke.
+        if _has_news(lane, _LAST_WORDS_SECONDS):
+            with contextlib.suppress(PeerError):
+                _judge(read_verdict(lane), batches, chunks)
+        raise
+    except BaseException:
+        batches.stop()
+        raise
+    _judge(read_verdict(lane), batches, chunks)
+
+
+def _has_news(lane: Lane, timeout: float) -> bool:
+    # Not select(): an agent may have more descriptors than that takes.
+    poll = select.poll()
+    poll.register(lane, select.POLLIN)
+    return bool(poll.poll(timeout * 1000))
+
+
+def _send(lane: Lane, batch: ChunkRange, chunks: Chunks, before: Callable[[int], object]) -> None:
+    place = None if isinstance(lane, ssl.SSLSocket) else chunks.place_of(batch)
+    if place is None:
+        pieces = [chunks.read_chunk(index) for index in range(batch.first, batch.first + batch.count)]
+        size = sum(map(len, pieces))
+        before(size)
+        write(lane, FRAME.pack(batch.first, size))
+        for piece in pieces:
+            write(lane, piece)
+        return
+    fd, offset, size = place
+    before(size)
+    write(lane, FRAME.pack(batch.first, size))
+    end = offset + size
+    while offset < end:
+        try:
+            sent = os.sendfile(lane.fileno(), fd, offset, end - offset)
+        except OSError as error:
+            raise broken(error) from error
+        if not sent:
+            raise CorruptShardError(f"chunk {batch.first}: expected {size} bytes, found the end of the file")
+        offset += sent
+
+
+def _judge(verdict: Verdict, batches: Batches, chunks: Chunks) -> None:
+    if verdict.code is Code.TAKEN:
+        return
+    batches.stop()
+    if verdict.code is Code.BAD:
+        for index in range(verdict.first, min(verdict.first + batches.at_once, chunks.chunks)):
+            chunks.read_chunk(index)  # raises, if it is ours that is bad
+    raise PeerError(f"lane: not taken: {verdict.text}")
+
+
+def land(lane: Lane, put: Callable[[int, memoryview], object]) -> None:
+    """Receives until the end, and gives the verdict. `put` verifies and keeps; what it raises is in the verdict, and is
+    raised here as well. Data is a view of a buffer: it must not be kept beyond the call."""
+    buffer = memoryview(bytearray(FRAME_BYTES))
+    first = 0
+    try:
+        while True:
+            first, size = FRAME.unpack(read_exactly(lane, FRAME.size))
+            if first == END:
+                break
+            if not 0 < size <= MAX_FRAME_BYTES:
+                raise PeerError(f"lane: expected a frame of 1 to {MAX_FRAME_BYTES} bytes, found {size}")
+            if size > len(buffer):
+                buffer = memoryview(bytearray(size))
+            read_into(lane, buffer[:size])
+            put(first, buffer[:size])
+    except CorruptShardError as error:
+        _part(lane, Verdict(Code.BAD, first, error.message), buffer)
+        raise
+    except FlashError as error:
+        _part(lane, Verdict(Code.REFUSED, first, error.message), buffer)
+        raise
+    write(lane, Verdict(Code.TAKEN).pack())
+
+
+def _part(lane: Lane, verdict: Verdict, buffer: memoryview) -> None:
+    """Says why, and reads on until the sender has heard: a connection that is closed with bytes unread resets, and the
+    verdict would be lost with it."""
+    drained = 0
+    with contextlib.suppress(OSError, PeerError):
+        write(lane, verdict.pack())
+        while drained < _MOST_DRAINED_BYTES and (size := lane.recv_into(buffer)):
+            drained += size

@@ -1,0 +1,220 @@
+"""Where lanes come in: a listener that lets nobody in without a ticket.
+
+A ticket is 32 random bytes that one node gets in the answer to a call which proved its identity, good for one
+connection and for as long as that call. Whoever shows none within seconds is shown out, and only so many may knock at
+a time: nothing else is kept for strangers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import logging
+import secrets
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from flashckpt.credentials import check_peer
+from flashckpt.errors import ConfigError, DeniedError, FlashError
+from flashckpt.lanes.layout import MAGIC, TICKET_BYTES, WELCOME, read_exactly, set_timeouts, write
+
+if TYPE_CHECKING:
+    import ssl
+    from collections.abc import Callable
+
+    from flashckpt.lanes.layout import Lane
+
+_log = logging.getLogger(__name__)
+
+_MAX_STRANGERS = 64
+_KNOCK_SECONDS = 5.0
+_JOIN_SECONDS = 10.0
+_PAUSE_SECONDS = 0.1  # where the kernel has no descriptor for one more
+
+
+class Guests:
+    """The lanes of one transfer, from the first ticket to the last connection."""
+
+    def __init__(self, door: Door, peer: str, work: Callable[[Lane], None], count: int) -> None:
+        self.peer = peer
+        self.tickets = tuple(secrets.token_bytes(TICKET_BYTES) for _ in range(count))
+        self._door = door
+        self._work = work
+        self._state = threading.Condition()  # protects what follows
+        self._lanes: set[Lane] = set()
+        self._closed = False
+        self.entered = 0
+        self.ended = 0
+        self.error: Exception | None = None  # of the first lane that failed
+
+    def wait(self, timeout: float) -> bool:
+        """Whether all lanes that came have ended; at least one has come then."""
+        with self._state:
+            return self._state.wait_for(lambda: 0 < self.entered == self.ended, timeout)
+
+    def close(self) -> None:
+        """Nobody comes in any more, and nobody is inside when it returns. May be called twice."""
+        self._door.forget(self)
+        with self._state:
+            self._closed = True
+            for lane in self._lanes:
+                with contextlib.suppress(OSError):
+                    socket.socket.shutdown(lane, socket.SHUT_RDWR)
+            if not self._state.wait_for(lambda: not self._lanes, _JOIN_SECONDS):
+                _log.warning("%d lanes of %s did not end within %g s", len(self._lanes), self.peer, _JOIN_SECONDS)
+
+    def serve(self, lane: Lane) -> None:
+        """In the lane's own thread, which is the caller's."""
+        with self._state:
+            if self._closed:
+                return
+            self._lanes.add(lane)
+            self.entered += 1
+        error: Exception | None = None
+        try:
+            write(lane, WELCOME)
+            self._work(lane)
+        except FlashError as found:
+            error = found
+        except Exception as found:
+            _log.exception("a lane of %s failed", self.peer)
+            error = found
+        finally:
+            with contextlib.suppress(OSError):
+                lane.close()
+            with self._state:
+                self._lanes.discard(lane)
+                self.ended += 1
+                self.error = self.error or error
+                self._state.notify_all()
+
+
+class Door:
+    """Any thread."""
+
+    def __init__(self, job: str, *, stall_timeout: float, tls: ssl.SSLContext | None = None) -> None:
+        """`stall_timeout`: seconds that the other end of a lane may be silent."""
+        self.port = 0
+        self._job = job
+        self._stall_timeout = stall_timeout
+        self._tls = tls
+        self._listener: socket.socket | None = None
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()  # protects what follows
+        self._tickets: dict[bytes, Guests] = {}  # by hash: how long a look takes says nothing about a ticket
+        self._strangers: set[socket.socket] = set()
+        self._closed = False
+
+    @property
+    def has_tls(self) -> bool:
+        return self._tls is not None
+
+    def start(self, host: str, port: int) -> int:
+        """Listens; the port, which is another one where 0 was asked for."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if host == "::":
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            listener.bind((host, port))
+            listener.listen(_MAX_STRANGERS)
+        except OSError as error:
+            listener.close()
+            raise ConfigError(
+                f"expected to listen for lanes on port {port} of {host}, found: {error.strerror}",
+                hint='choose another FLASHCKPT_PORT (lanes use the one after it), 0 for any, or transport="grpc"',
+            ) from error
+        self._listener = listener
+        self.port = listener.getsockname()[1]
+        self._thread = threading.Thread(target=self._accept, name="flashckpt-door", daemon=True)
+        self._thread.start()
+        return self.port
+
+    def expect(self, peer: str, count: int, work: Callable[[Lane], None]) -> Guests:
+        """`work` runs in a thread of each lane that comes with one of the tickets."""
+        guests = Guests(self, peer, work, count)
+        with self._lock:
+            self._tickets |= {_hash(ticket): guests for ticket in guests.tickets}
+        return guests
+
+    def forget(self, guests: Guests) -> None:
+        with self._lock:
+            for ticket in guests.tickets:
+                self._tickets.pop(_hash(ticket), None)
+
+    def close(self) -> None:
+        """Who is inside stays until its transfer ends."""
+        with self._lock:
+            self._closed = True
+            strangers = list(self._strangers)
+            self._tickets.clear()
+        for one in (self._listener, *strangers):
+            if one is not None:
+                with contextlib.suppress(OSError):
+                    one.shutdown(socket.SHUT_RDWR)
+        if self._thread is not None:
+            self._thread.join(_JOIN_SECONDS)
+        if self._listener is not None:
+            self._listener.close()
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        while not self._closed:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError as error:
+                if self._closed or error.errno in (errno.EBADF, errno.EINVAL):
+                    return
+                time.sleep(_PAUSE_SECONDS)
+                continue
+            with self._lock:
+                is_full = self._closed or len(self._strangers) >= _MAX_STRANGERS
+                if not is_full:
+                    self._strangers.add(connection)
+            if is_full:
+                connection.close()
+                continue
+            threading.Thread(target=self._admit, args=(connection,), name="flashckpt-lane", daemon=True).start()
+
+    def _admit(self, connection: socket.socket) -> None:
+        lane: Lane = connection
+        guests: Guests | None = None
+        try:
+            set_timeouts(connection, _KNOCK_SECONDS)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self._tls is not None:
+                lane = self._tls.wrap_socket(connection, server_side=True)
+            guests = self._redeem(lane)
+            set_timeouts(lane, self._stall_timeout)
+        except (FlashError, OSError) as error:
+            _log.info("nobody to let in: %s", error)
+            guests = None
+        finally:
+            with self._lock:
+                self._strangers.discard(connection)
+        if guests is None:
+            with contextlib.suppress(OSError):
+                lane.close()
+        else:
+            guests.serve(lane)
+
+    def _redeem(self, lane: Lane) -> Guests:
+        magic, ticket = read_exactly(lane, len(MAGIC)), read_exactly(lane, TICKET_BYTES)
+        with self._lock:
+            guests = self._tickets.pop(_hash(ticket), None) if magic == MAGIC else None
+        if guests is None:
+            raise DeniedError("lane: expected a ticket that this node has given and that was not used, found another")
+        if self._tls is not None:
+            certificate = lane.getpeercert(binary_form=True)  # type: ignore[attr-defined]
+            found = check_peer(certificate or b"", self._job)
+            if found != guests.peer:
+                raise DeniedError(f"lane: expected a certificate of node {guests.peer!r}, found {found!r}")
+        return guests
+
+
+def _hash(ticket: bytes) -> bytes:
+    return hashlib.blake2b(ticket, digest_size=16).digest()

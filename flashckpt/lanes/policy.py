@@ -1,0 +1,57 @@
+"""Whether chunks go by lanes, and how. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flashckpt.errors import ConfigError
+
+TRANSPORTS = ("auto", "tcp", "grpc")
+MAX_LANES = 8
+# Opening lanes costs two round trips; so few bytes are there as soon by the call itself.
+SMALLEST_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class LanePolicy:
+    """Of one node; both ends of a transfer keep to their own."""
+
+    transport: str = "auto"  # "tcp": lanes or nothing; "grpc": no lanes; "auto": lanes where they can be had
+    tls: bool = False  # lanes without TLS are neither offered nor taken
+    count: int = 2  # lanes of one transfer
+
+    def __post_init__(self) -> None:
+        if self.transport not in TRANSPORTS:
+            raise ConfigError(f"transport: expected one of {TRANSPORTS}, found {self.transport!r}")
+        if not 1 <= self.count <= MAX_LANES:
+            raise ConfigError(f"lanes: expected 1 to {MAX_LANES}, found {self.count!r}")
+
+    def wanted(self, size_bytes: int) -> int:
+        """How many lanes to ask for, for so many bytes."""
+        if self.transport == "grpc" or (self.transport == "auto" and size_bytes < SMALLEST_BYTES):
+            return 0
+        return self.count
+
+    def offered(self, wanted: int) -> int:
+        """How many to let in, where another node wants some."""
+        return 0 if self.transport == "grpc" else min(wanted, MAX_LANES)
+
+    def why_not(self, offer: Offer | None) -> str:
+        """Why lanes can't be used as they are offered; "" = they can."""
+        if offer is None:
+            return "the other node offers none"
+        if self.tls and not offer.tls:
+            return "the other node offers them without TLS, which this one's settings ask for"
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Where lanes of one transfer may come in, and what each has to show."""
+
+    port: int
+    tickets: tuple[bytes, ...]
+    tls: bool
+
+    def __repr__(self) -> str:
+        return f"Offer(port={self.port}, tls={self.tls}, {len(self.tickets)} tickets)"

@@ -1,0 +1,115 @@
+"""What a client and a server need for lanes: the policy of their node, and a way to open or to expect some."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from flashckpt.address import parse_address
+from flashckpt.errors import ConfigError, PeerError
+from flashckpt.lanes.door import Door
+from flashckpt.lanes.fleet import Fleet
+from flashckpt.lanes.policy import Offer
+from flashckpt.lanes.tls import client_context, server_context
+
+if TYPE_CHECKING:
+    import ssl
+    from collections.abc import Callable
+
+    from flashckpt.credentials import Bundle
+    from flashckpt.lanes.door import Guests
+    from flashckpt.lanes.layout import Lane
+    from flashckpt.lanes.policy import LanePolicy
+
+_log = logging.getLogger(__name__)
+
+_OPEN_SECONDS = 3.0
+_AVOID_SECONDS = 60.0  # how long a node whose lanes could not be opened is not asked for any
+
+
+class LaneClient:
+    """Opens lanes to one node. Any thread."""
+
+    def __init__(
+        self, address: str, bundle: Bundle, server_name: str, policy: LanePolicy, stall_timeout: float
+    ) -> None:
+        self.policy = policy
+        self._host = parse_address(address)[0]
+        self._bundle = bundle
+        self._server_name = server_name
+        self._stall_timeout = stall_timeout
+        self._tls: ssl.SSLContext | None = None
+        self._avoid_until = 0.0
+
+    def wanted(self, size_bytes: int) -> int:
+        """How many lanes to ask for."""
+        is_avoided = self.policy.transport == "auto" and time.monotonic() < self._avoid_until
+        return 0 if is_avoided else self.policy.wanted(size_bytes)
+
+    def open(self, offer: Offer | None) -> Fleet:
+        """PeerError where they can't be had; then none are asked for a while, if there is another way."""
+        try:
+            if reason := self.policy.why_not(offer):
+                raise PeerError(f"no lanes: {reason}")
+            assert offer is not None
+            if offer.tls and self._tls is None:
+                self._tls = client_context(self._bundle)
+            return Fleet.open(
+                self._host,
+                offer,
+                tls=self._tls,
+                server_name=self._server_name,
+                timeout=min(_OPEN_SECONDS, self._stall_timeout),
+                stall_timeout=self._stall_timeout,
+            )
+        except PeerError:
+            self._avoid_until = time.monotonic() + _AVOID_SECONDS
+            raise
+
+    @property
+    def must(self) -> bool:
+        """Whether there is no other way."""
+        return self.policy.transport == "tcp"
+
+
+class LaneServer:
+    """Lets lanes of other nodes in, as the policy of this one says. Any thread."""
+
+    def __init__(self, bundle: Bundle, job: str, policy: LanePolicy, stall_timeout: float) -> None:
+        self._policy = policy
+        self._door: Door | None = None
+        if policy.offered(1):
+            self._door = Door(job, stall_timeout=stall_timeout, tls=server_context(bundle) if policy.tls else None)
+
+    def start(self, host: str, port: int) -> None:
+        """`port` is that of the calls: lanes have the next one, so that one rule of a firewall serves both, or any."""
+        if self._door is None:
+            return
+        try:
+            if port:
+                try:
+                    self._door.start(host, port + 1)
+                except ConfigError as error:
+                    _log.warning("lanes take any port: %s", error.message)
+                else:
+                    return
+            self._door.start(host, 0)
+        except ConfigError as error:
+            if self._policy.transport == "tcp":
+                raise
+            _log.warning("no lanes: %s", error)
+            self._door = None
+
+    def expect(self, peer: str, wanted: int, work: Callable[[Lane], None]) -> Guests | None:
+        count = self._policy.offered(wanted)
+        return self._door.expect(peer, count, work) if self._door is not None and count else None
+
+    def offer(self, guests: Guests | None) -> Offer | None:
+        if guests is None or self._door is None:
+            return None
+        return Offer(self._door.port, guests.tickets, self._door.has_tls)
+
+    def close(self) -> None:
+        if self._door is not None:
+            self._door.close()
