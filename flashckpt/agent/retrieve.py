@@ -41,6 +41,7 @@ from flashckpt.wire import GetOpen
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from concurrent.futures import Future
+    from contextlib import AbstractContextManager
 
     from flashckpt.agent.shell import Shell
     from flashckpt.rpc.api import RetrieveNews, Taker
@@ -373,6 +374,9 @@ class _HeadTaker:
         _raise_if_set(self._stop)
         self._reader.put(offset, data)
 
+    def room_for(self, first: int, size_bytes: int) -> None:
+        raise PeerError(f"expected the head alone, found chunk {first}")
+
     def put_chunks(self, first: int, data: bytes | memoryview) -> None:
         raise PeerError(f"expected the head alone, found chunk {first}")
 
@@ -391,6 +395,17 @@ class _ChunkTaker:
 
     def put_head(self, offset: int, data: bytes | memoryview) -> None:
         raise PeerError(f"expected chunks alone, found a piece of the head at {offset}")
+
+    def room_for(self, first: int, size_bytes: int) -> AbstractContextManager[memoryview] | None:
+        _raise_if_set(self._stop)
+        place = self._gathering.room_for(first, size_bytes)
+        return None if place is None else self._counted(place, size_bytes)
+
+    @contextlib.contextmanager
+    def _counted(self, place: AbstractContextManager[memoryview], size_bytes: int) -> Iterator[memoryview]:
+        with place as room:
+            yield room
+        self._count(size_bytes)
 
     def put_chunks(self, first: int, data: bytes | memoryview) -> None:
         _raise_if_set(self._stop)

@@ -31,6 +31,7 @@ from flashckpt.lanes.layout import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     from flashckpt.lanes.batches import Batches
     from flashckpt.lanes.layout import Lane
@@ -120,9 +121,18 @@ def _judge(verdict: Verdict, batches: Batches, chunks: Chunks) -> None:
     raise PeerError(f"lane: not taken: {verdict.text}")
 
 
-def land(lane: Lane, put: Callable[[int, memoryview], object]) -> None:
-    """Receives until the end, and gives the verdict. `put` verifies and keeps; what it raises is in the verdict, and is
-    raised here as well. Data is a view of a buffer: it must not be kept beyond the call."""
+class Basin(Protocol):
+    """Verifies and keeps chunks."""
+
+    def room_for(self, first: int, size_bytes: int, /) -> AbstractContextManager[memoryview] | None:
+        """Where they go, verified and counted when the block ends; None: they have to be put."""
+
+    def put_chunks(self, first: int, data: memoryview, /) -> None:
+        """Data is a view of a buffer: it must not be kept beyond the call."""
+
+
+def land(lane: Lane, basin: Basin) -> None:
+    """Receives until the end, and gives the verdict. What the basin raises is in it, and is raised here as well."""
     buffer = memoryview(bytearray(FRAME_BYTES))
     first = 0
     try:
@@ -132,10 +142,15 @@ def land(lane: Lane, put: Callable[[int, memoryview], object]) -> None:
                 break
             if not 0 < size <= MAX_FRAME_BYTES:
                 raise PeerError(f"lane: expected a frame of 1 to {MAX_FRAME_BYTES} bytes, found {size}")
+            place = basin.room_for(first, size)
+            if place is not None:
+                with place as room:
+                    read_into(lane, room)
+                continue
             if size > len(buffer):
                 buffer = memoryview(bytearray(size))
             read_into(lane, buffer[:size])
-            put(first, buffer[:size])
+            basin.put_chunks(first, buffer[:size])
     except CorruptShardError as error:
         _part(lane, Verdict(Code.BAD, first, error.message), buffer)
         raise

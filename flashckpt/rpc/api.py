@@ -10,6 +10,7 @@ from flashckpt.rpc.settings import VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from flashckpt.credentials import Bundle
     from flashckpt.store.owner import Owner
@@ -176,6 +177,9 @@ class Receiver(Protocol):
 
     def put_head(self, offset: int, data: bytes | memoryview) -> None: ...
 
+    def room_for(self, first: int, size_bytes: int) -> AbstractContextManager[memoryview] | None:
+        """Where whole chunks go, to be received in place, verified and counted when the block ends; None: put them."""
+
     def put_chunks(self, first: int, data: bytes | memoryview) -> None: ...
 
     def finish(self) -> bytes:
@@ -230,6 +234,9 @@ class Taker(Protocol):
     def opened(self, info: GetInfo) -> None: ...
 
     def put_head(self, offset: int, data: bytes | memoryview) -> None: ...
+
+    def room_for(self, first: int, size_bytes: int) -> AbstractContextManager[memoryview] | None:
+        """Where whole chunks go, to be received in place, verified and counted when the block ends; None: put them."""
 
     def put_chunks(self, first: int, data: bytes | memoryview) -> None: ...
 

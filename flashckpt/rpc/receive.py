@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
@@ -21,6 +22,7 @@ from flashckpt.wire import PutHave, PutRefused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
+    from contextlib import AbstractContextManager
 
     from flashckpt.rpc.api import PeerApi, Receiver
     from flashckpt.rpc.lane_ends import LaneServer
@@ -69,14 +71,24 @@ class _Arrivals:
         self._receiver = receiver
         self._lock = threading.Lock()
         self.taken_bytes = 0
-        self._guests = lanes.expect(peer, wanted, lambda lane: land(lane, self._put))
+        self._guests = lanes.expect(peer, wanted, lambda lane: land(lane, self))
         self.offer = lanes.offer(self._guests)
 
     def count(self, size: int) -> None:
         with self._lock:
             self.taken_bytes += size
 
-    def _put(self, first: int, data: memoryview) -> None:
+    def room_for(self, first: int, size_bytes: int) -> AbstractContextManager[memoryview] | None:
+        place = self._receiver.room_for(first, size_bytes)
+        return None if place is None else self._counted(place, size_bytes)
+
+    @contextlib.contextmanager
+    def _counted(self, place: AbstractContextManager[memoryview], size_bytes: int) -> Iterator[memoryview]:
+        with place as room:
+            yield room
+        self.count(size_bytes)
+
+    def put_chunks(self, first: int, data: memoryview) -> None:
         self._receiver.put_chunks(first, data)
         self.count(len(data))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from flashckpt.v1 import peer_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+    from contextlib import AbstractContextManager
 
     from flashckpt.lanes.fleet import Fleet
     from flashckpt.lanes.policy import Offer
@@ -86,22 +88,52 @@ class Take:
             raise NoLanesError(error.message) from error
         self._awaited = {self._next_chunk, *self._expected}
         self._next_chunk = None
-        self._fleet.start(lambda lane: land(lane, self._take_frame))
+        self._fleet.start(lambda lane: land(lane, self))
 
-    def _take_frame(self, first: int, data: memoryview) -> None:
-        assert self._info is not None
-        indices = range(first, first + max(1, -(-len(data) // self._info.chunk_bytes)))
-        with self._lock:
-            if not self._awaited.issuperset(indices):
-                raise self._broken(f"chunks {first} to {indices[-1]} by a lane")
-        try:
+    # What lanes bring (Basin).
+
+    def room_for(self, first: int, size_bytes: int) -> AbstractContextManager[memoryview] | None:
+        indices = self._awaited_chunks(first, size_bytes)
+        with self._noted():
+            place = self._taker.room_for(first, size_bytes)
+        return None if place is None else self._arriving(place, indices, size_bytes)
+
+    def put_chunks(self, first: int, data: memoryview) -> None:
+        indices = self._awaited_chunks(first, len(data))
+        with self._noted():
             self._taker.put_chunks(first, data)
+        self._arrived(indices, len(data))
+
+    @contextlib.contextmanager
+    def _arriving(
+        self, place: AbstractContextManager[memoryview], indices: range, size_bytes: int
+    ) -> Iterator[memoryview]:
+        with self._noted(), place as room:
+            yield room
+        self._arrived(indices, size_bytes)
+
+    @contextlib.contextmanager
+    def _noted(self) -> Iterator[None]:
+        try:
+            yield
+        except PeerError:
+            raise  # the lane's
         except Exception as error:
             self._error = self._error or error  # before the holder can hear of it and answer
             raise
+
+    def _awaited_chunks(self, first: int, size_bytes: int) -> range:
+        assert self._info is not None
+        indices = range(first, first + max(1, -(-size_bytes // self._info.chunk_bytes)))
+        with self._lock:
+            if not self._awaited.issuperset(indices):
+                raise self._broken(f"chunks {first} to {indices[-1]} by a lane")
+        return indices
+
+    def _arrived(self, indices: range, size_bytes: int) -> None:
         with self._lock:
             self._awaited.difference_update(indices)
-            self.taken_bytes += len(data)
+            self.taken_bytes += size_bytes
 
     def _end_lanes(self) -> None:
         """The holder has ended its answer, so that it has our verdicts."""

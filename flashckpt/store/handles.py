@@ -27,6 +27,17 @@ class Slot:
     size_bytes: int
     view: memoryview  # of the whole mapping, writable; released by seal() and abandon()
 
+    def write_at(self, offset: int, data: Buffer) -> None:
+        """All of it, within the slot. Threads may write different parts at a time."""
+        with memoryview(data).cast("B") as piece:
+            if offset < 0 or offset + len(piece) > self.size_bytes:
+                raise ConfigError(
+                    f"slot {self.slot_id:016x}: expected bytes within 0 to {self.size_bytes}, "
+                    f"found {offset} to {offset + len(piece)}",
+                    slot_id=self.slot_id,
+                )
+            self.view[offset : offset + len(piece)] = piece
+
     def let_go(self) -> None:
         # Whoever made arrays over it keeps them; the mapping then stays, and is not resized under them.
         with contextlib.suppress(BufferError):
@@ -70,6 +81,11 @@ class SlotFile:
             done = 0
             while done < len(view):
                 done += os.pwrite(self._fd, view[done:], offset + done)
+
+    @property
+    def view(self) -> None:
+        """Not mapped."""
+        return None
 
     def close(self) -> None:
         """Nothing can be written any more. It still has to be sealed or abandoned. May be called twice."""

@@ -192,6 +192,11 @@ class SlotStore(JobFiles):
         self._writing[taken.slot_id] = slot
         return slot
 
+    def claim_to_receive(self, size_bytes: int) -> Slot | SlotFile:
+        """For a shard of another node: mapped, so that it comes from the socket right into its place, and so that the
+        next one finds its pages there; through a descriptor where its length is not one that can be mapped."""
+        return self.claim_file(size_bytes) if size_bytes % self.granule_bytes else self.claim(size_bytes)
+
     def prepare(self, size_bytes: int, count: int) -> None:
         """Does the slow part of `count` claims ahead: as many own slots of that size lie ready afterwards."""
         slots: list[Slot] = []

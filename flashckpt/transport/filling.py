@@ -1,11 +1,12 @@
 """The data area of a shard that is being received: chunks in any order, from any thread, verified before they count.
 
 Verifying and writing happen outside the lock, so that connections do not wait for each other; a chunk that one thread
-writes is not written by another one. After `close` nobody writes any more.
+has claimed is not written by another one, and what is here is never written again. After `close` nobody writes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import threading
 from typing import TYPE_CHECKING, NoReturn
@@ -19,10 +20,11 @@ from flashckpt.types import ChunkRange
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+    from contextlib import AbstractContextManager
 
     from typing_extensions import Buffer
 
-    from flashckpt.store.handles import SlotFile
+    from flashckpt.store.handles import Slot, SlotFile
     from flashckpt.transport.stage import Table
     from flashckpt.types import ShardId
 
@@ -33,7 +35,7 @@ class Filling:
     """Of one shard, from the moment its head is known."""
 
     def __init__(
-        self, file: SlotFile, shard: ShardId, where: str, table: Table, size_bytes: int, before_write: str
+        self, file: Slot | SlotFile, shard: ShardId, where: str, table: Table, size_bytes: int, before_write: str
     ) -> None:
         """`before_write`: the failpoint between verifying and writing."""
         self.head_bytes = table.data_offset_bytes
@@ -76,10 +78,7 @@ class Filling:
         One that is here already changes nothing.
         """
         with memoryview(data).cast("B") as view:
-            count = self._count(first, len(view))
-            crcs = self._crcs[first * CRC_BYTES : (first + count) * CRC_BYTES]
-            if bad := native.verify_chunks(view, self.chunk_bytes, crcs, 1):
-                self._refuse_chunk(first, bad[0], view)
+            count = self._verify(first, view)
             failpoint(self._before_write)
             claimed, done = self._claim(first, count), 0
             try:
@@ -90,6 +89,41 @@ class Filling:
                     done += 1
             finally:
                 self._settle(claimed, done)
+
+    def room_for(self, first: int, size_bytes: int) -> AbstractContextManager[memoryview] | None:
+        """Where these chunks go, to be received in place: verified when the block ends, and missing still where it
+        raises. None: they have to be put."""
+        view = self._file.view
+        if view is None:
+            return None
+        wanted = ChunkRange(first, self._count(first, size_bytes))
+        claimed = self._claim(wanted.first, wanted.count)
+        if claimed != [wanted]:
+            self._settle(claimed, 0)
+            return None
+        return self._receiving(wanted, view)
+
+    @contextlib.contextmanager
+    def _receiving(self, wanted: ChunkRange, view: memoryview) -> Iterator[memoryview]:
+        done = 0
+        try:
+            start, length = self.bytes_of(wanted)
+            with view[start : start + length] as room:
+                native.prefault(room, 1)  # at once: received page by page they would fault one by one
+                yield room
+                self._verify(wanted.first, room)
+                failpoint(self._before_write)
+            done = 1
+        finally:
+            self._settle([wanted], done)
+
+    def _verify(self, first: int, view: memoryview) -> int:
+        """How many chunks these are."""
+        count = self._count(first, len(view))
+        crcs = self._crcs[first * CRC_BYTES : (first + count) * CRC_BYTES]
+        if bad := native.verify_chunks(view, self.chunk_bytes, crcs, 1):
+            self._refuse_chunk(first, bad[0], view)
+        return count
 
     def close(self) -> None:
         """Waits for those who write. May be called again."""

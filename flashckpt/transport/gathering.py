@@ -30,10 +30,11 @@ from flashckpt.types import ChunkRange, Held
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from contextlib import AbstractContextManager
 
     from typing_extensions import Buffer
 
-    from flashckpt.store.handles import SlotFile
+    from flashckpt.store.handles import Slot, SlotFile
     from flashckpt.store.slots import SlotStore
     from flashckpt.transport.stage import Table
     from flashckpt.types import Retrieval
@@ -66,7 +67,7 @@ class Gathering:
         self._filling: Filling | None = None
         self._preamble = b""
         self._wanted = bytearray()
-        self._file: SlotFile | None = store.claim_file(self.size_bytes) if self.whole else None
+        self._file: Slot | SlotFile | None = store.claim_to_receive(self.size_bytes) if self.whole else None
 
     @property
     def size_bytes(self) -> int:
@@ -140,19 +141,27 @@ class Gathering:
                 self._file.give_memory([filling.bytes_of(one) for one in ranges])
         return sum(length for _, length in map(filling.bytes_of, ranges))
 
+    def room_for(self, first: int, size_bytes: int) -> AbstractContextManager[memoryview] | None:
+        """Where whole chunks go, to be received in place; None: they have to be put. Counted when the block ends."""
+        return self._checked(first, size_bytes).room_for(first, size_bytes)
+
     def put_chunks(self, first: int, data: Buffer) -> None:
         """Whole chunks, one after the other. CorruptShardError: the checksum of one is wrong. One that is here already
         changes nothing. Several threads may bring some at once."""
+        with memoryview(data).cast("B") as view:
+            self._checked(first, len(view)).put(first, view)
+
+    def _checked(self, first: int, size_bytes: int) -> Filling:
+        """Where chunks that are wanted go."""
         with self._lock:
             self._check_state(f"chunk {first}", State.DATA)
             filling = self._filling
         if filling is None:
-            return
-        with memoryview(data).cast("B") as view:
-            count = max(1, -(-len(view) // filling.chunk_bytes))
-            if first < 0 or not all(self._wanted[first : first + count]) or first + count > filling.chunks:
-                self._refuse("a chunk that is wanted", f"{count} from {first} on, of {filling.chunks}")
-            filling.put(first, view)
+            self._refuse("the head first", f"chunk {first}")
+        count = max(1, -(-size_bytes // filling.chunk_bytes))
+        if first < 0 or not all(self._wanted[first : first + count]) or first + count > filling.chunks:
+            self._refuse("a chunk that is wanted", f"{count} from {first} on, of {filling.chunks}")
+        return filling
 
     def finish(self) -> str:
         """Makes it whole: "" = it is a shard now, else the name of the file. ConflictError where another content lies

@@ -30,9 +30,11 @@ from flashckpt.transport.stage import MAX_HEAD_BYTES, Stage
 from flashckpt.types import Held
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from typing_extensions import Buffer
 
-    from flashckpt.store.handles import SlotFile
+    from flashckpt.store.handles import Slot, SlotFile
     from flashckpt.store.slots import SlotStore
     from flashckpt.types import ShardId
 
@@ -77,7 +79,7 @@ class Incoming:
         self._preamble = b""
         self._held: Held | None = None
         self._hash = hashlib.blake2b(digest_size=DIGEST_BYTES)
-        self._slot: SlotFile = store.claim_file(size_bytes)
+        self._slot: Slot | SlotFile = store.claim_to_receive(size_bytes)
         try:
             self._stage = Stage(size_bytes)
         except BaseException:
@@ -121,6 +123,13 @@ class Incoming:
             self._state = State.HEAD
             if end == self.head_bytes:
                 self._take_head()
+
+    def room_for(self, first: int, size_bytes: int) -> AbstractContextManager[memoryview] | None:
+        """Where whole chunks go, to be received in place; None: they have to be put. Counted when the block ends."""
+        with self._lock:
+            self._check_state(f"chunk {first}", State.DATA)
+            filling = self._filling
+        return None if filling is None else filling.room_for(first, size_bytes)
 
     def put_chunks(self, first: int, data: Buffer) -> None:
         """Whole chunks of the data area, one after the other. CorruptShardError: the checksum of one is wrong; they may

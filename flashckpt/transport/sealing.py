@@ -10,7 +10,7 @@ from flashckpt.format.caps import PREAMBLE_BYTES
 from flashckpt.transport.outgoing import hold
 
 if TYPE_CHECKING:
-    from flashckpt.store.handles import SlotFile
+    from flashckpt.store.handles import Slot, SlotFile
     from flashckpt.store.slots import SlotStore
     from flashckpt.types import Held, ShardId
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _SEAL_ATTEMPTS = 3
 
 
-def seal(store: SlotStore, job: str, slot: SlotFile, held: Held, preamble: bytes) -> Held:
+def seal(store: SlotStore, job: str, slot: Slot | SlotFile, held: Held, preamble: bytes) -> Held:
     """`held` itself where the slot became that shard. Else the slot stays the caller's: another one where the shard
     came here in another way meanwhile; ConflictError where that has other content: somebody acts as the same rank of
     the same launch."""

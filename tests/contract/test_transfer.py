@@ -22,6 +22,7 @@ from flashckpt.rpc.peer_client import PeerClient
 from flashckpt.rpc.peer_server import PeerServer
 from flashckpt.rpc.settings import PeerLimits
 from flashckpt.store.slots import SlotStore
+from flashckpt.transport.filling import Filling
 from flashckpt.transport.incoming import Incoming
 from flashckpt.transport.outgoing import Outgoing
 from flashckpt.types import ChunkRange
@@ -148,6 +149,9 @@ class Taken:
         assert offset == len(self.head)
         self.head += data
 
+    def room_for(self, first, size_bytes):
+        return None
+
     def put_chunks(self, first, data):
         time.sleep(self.slow)
         if self.error is not None:
@@ -211,15 +215,15 @@ def test_rot_at_the_sender_is_found_named_and_never_sealed(world, outgoing):
 
 
 def test_a_receiver_that_is_slow_is_waited_for_and_one_that_stands_still_is_not(world, outgoing, monkeypatch):
-    put, gate, calls = Incoming.put_chunks, threading.Event(), []
+    verify, gate, calls = Filling._verify, threading.Event(), []
 
-    def slow(incoming, first, data):
+    def slow(filling, first, data):
         calls.append(first)
         if len(calls) > 2:
             gate.wait(WAIT)
-        put(incoming, first, data)
+        return verify(filling, first, data)
 
-    monkeypatch.setattr(Incoming, "put_chunks", slow)
+    monkeypatch.setattr(Filling, "_verify", slow)
     client = world.client(stall_timeout=1.0)
     try:
         with pytest.raises(PeerError):
@@ -244,14 +248,14 @@ def test_a_brake_is_no_stall(world, outgoing):
 
 
 def test_a_server_that_closes_suspends_the_push(world, outgoing, monkeypatch):
-    put, began, gate = Incoming.put_chunks, threading.Event(), threading.Event()
+    verify, began, gate = Filling._verify, threading.Event(), threading.Event()
 
-    def slow(incoming, first, data):
+    def slow(filling, first, data):
         began.set()
         gate.wait(0.5)
-        put(incoming, first, data)
+        return verify(filling, first, data)
 
-    monkeypatch.setattr(Incoming, "put_chunks", slow)
+    monkeypatch.setattr(Filling, "_verify", slow)
     closer = threading.Thread(target=lambda: began.wait(WAIT) and world.server.close())
     closer.start()
     with pytest.raises(PeerError):

@@ -122,6 +122,9 @@ class MemoryReceiver:
             raise CorruptShardError(f"head: expected offset {len(self.head)}, found {offset}")
         self.head += data
 
+    def room_for(self, first, size_bytes):
+        return None
+
     def put_chunks(self, first, data):
         self.took.release()
         self.gate.wait(WAIT)

@@ -25,10 +25,11 @@ from flashckpt.errors import (
     FlashError,
     IncompatibleError,
     NoSpaceError,
+    PeerError,
 )
 from flashckpt.format.layout import encode_layout, fingerprint
 from flashckpt.format.shard import encode_header, geometry, invalidate, seal_bytes
-from flashckpt.store.handles import SlotFile
+from flashckpt.store.handles import Slot
 from flashckpt.store.slots import SlotStore
 from flashckpt.transport import incoming as incoming_module
 from flashckpt.transport.incoming import Incoming, State
@@ -153,6 +154,8 @@ def armed(tmp_path):
 
 CONTENT = shard_bytes()
 SENDER = Sender(CONTENT)
+MAPPABLE_CONTENT = shard_bytes(pages=15)  # with its head, as long as a slot can be
+MAPPABLE = Sender(MAPPABLE_CONTENT)
 
 
 def test_a_whole_push(store):
@@ -170,11 +173,61 @@ def test_a_whole_push(store):
     assert len(store.scan()) == 1
 
 
-def test_nothing_is_mapped(store):
-    """Replicas must not count as memory of the agent's process."""
-    SENDER.send(incoming := SENDER.open(store))
-    incoming.finish()
+def test_the_next_replica_finds_the_mapping_of_the_one_before(store):
+    """Faulting pages in again costs as much as the copy into them."""
+
+    def mapped():
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        return sorted(line.split()[0] for line in lines if str(store.path) in line)
+
+    found = []
+    for _ in range(3):
+        MAPPABLE.send(incoming := MAPPABLE.open(store))
+        incoming.finish()
+        found.append(mapped())
+        assert store.release(store.scan()[0])
+    assert len(found[0]) == 1
+    assert found[0] == found[1] == found[2]
+
+
+def test_a_length_that_can_not_be_mapped(store):
+    """The shard of a node with smaller pages."""
+    SENDER.send_head(incoming := SENDER.open(store))
+    assert incoming.room_for(0, CHUNK) is None
+    SENDER.send_and_finish(incoming)
+    assert sealed_content(store, shard_id()) == CONTENT
     assert str(store.path) not in Path("/proc/self/maps").read_text()
+
+
+def test_received_in_place(store):
+    incoming, chunks = MAPPABLE.open(store), MAPPABLE.chunks
+    refuses(lambda: incoming.room_for(0, CHUNK), ConfigError, "rest of the head")
+    MAPPABLE.send_head(incoming)
+    with incoming.room_for(1, CHUNK) as room:
+        assert incoming.room_for(1, CHUNK) is None, "somebody receives it"
+        assert incoming.room_for(0, 2 * CHUNK) is None, "or a part of it"
+        room[:] = chunks[1]
+    assert incoming.room_for(1, CHUNK) is None, "it is here, and is never written again"
+    with pytest.raises(CorruptShardError, match="chunk 0: expected crc32c"), incoming.room_for(0, CHUNK) as room:
+        room[:] = chunks[1]
+    broken = incoming.room_for(0, CHUNK)
+    with broken as room:
+        room[:] = chunks[0]
+        assert incoming.next_chunk == 0, "not before it is verified"
+    for index in range(2, len(chunks)):
+        place = incoming.room_for(index, len(chunks[index]))
+        room = place.__enter__()
+        room[:10] = chunks[index][:10]
+        assert not place.__exit__(PeerError, PeerError("the connection broke"), None)
+        assert incoming.next_chunk == index
+        refuses(incoming.finish, ConfigError, f"expected chunk {index} of 8")
+        with incoming.room_for(index, len(chunks[index])) as room:
+            room[:] = chunks[index]
+    for wrong in ((8, CHUNK), (-1, CHUNK), (0, 0), (0, CHUNK - 1), (7, CHUNK)):
+        refuses(lambda wrong=wrong: incoming.room_for(*wrong), ConfigError, "expected")
+    incoming.finish()
+    assert sealed_content(store, shard_id()) == MAPPABLE_CONTENT
+    refuses(lambda: incoming.room_for(0, CHUNK), ClosedError, "sealed")
 
 
 def test_a_shard_without_data(store):
@@ -409,10 +462,10 @@ def test_several_chunks_at_once_and_one_of_them_is_bad(store):
 
 def test_whoever_writes_is_waited_for_before_the_slot_is_given_back(store, monkeypatch):
     """Another shard may be written into it the next moment."""
-    incoming = SENDER.open(store)
-    SENDER.send_head(incoming)
+    incoming = MAPPABLE.open(store)
+    MAPPABLE.send_head(incoming)
     writing, go_on, given_back = threading.Event(), threading.Event(), threading.Event()
-    write_at = SlotFile.write_at
+    write_at = Slot.write_at
 
     def slow(file, offset, data):
         writing.set()
@@ -420,8 +473,8 @@ def test_whoever_writes_is_waited_for_before_the_slot_is_given_back(store, monke
         assert not given_back.is_set()
         write_at(file, offset, data)
 
-    monkeypatch.setattr(SlotFile, "write_at", slow)
-    writer = threading.Thread(target=incoming.put_chunks, args=(0, SENDER.chunks[0]))
+    monkeypatch.setattr(Slot, "write_at", slow)
+    writer = threading.Thread(target=incoming.put_chunks, args=(0, MAPPABLE.chunks[0]))
     writer.start()
     assert writing.wait(60)
     ender = threading.Thread(target=lambda: (incoming.abandon(), given_back.set()))
@@ -431,7 +484,7 @@ def test_whoever_writes_is_waited_for_before_the_slot_is_given_back(store, monke
     writer.join()
     ender.join()
     assert given_back.is_set()
-    refuses(lambda: incoming.put_chunks(1, SENDER.chunks[1]), ClosedError, "abandoned")
+    refuses(lambda: incoming.put_chunks(1, MAPPABLE.chunks[1]), ClosedError, "abandoned")
 
 
 def test_abandoned_at_any_time(store):
