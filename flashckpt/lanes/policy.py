@@ -9,7 +9,7 @@ from flashckpt.errors import ConfigError
 TRANSPORTS = ("auto", "tcp", "grpc")
 MAX_LANES = 8
 # Opening lanes costs two round trips; so few bytes are there as soon by the call itself.
-SMALLEST_BYTES = 4 << 20
+SMALLEST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)

@@ -163,7 +163,7 @@ def test_what_was_fetched_in_part_goes_with_the_agent():
         load.check()
 
 
-@pytest.mark.parametrize("place", ["before_get", "mid_get", "mid_get@5", "after_get"])
+@pytest.mark.parametrize("place", ["before_get", "mid_get", "mid_get@3", "after_get"])
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "part"])
 def test_a_source_dies_and_the_next_one_gives_the_rest(place, whole):
     name, _, first = place.partition("@")
@@ -181,7 +181,7 @@ def test_a_source_dies_and_the_next_one_gives_the_rest(place, whole):
 
 
 @pytest.mark.parametrize(
-    "place", ["before_retrieve", "mid_retrieve", "mid_retrieve@7", "before_fetched_seal", "after_retrieve"]
+    "place", ["before_retrieve", "mid_retrieve", "mid_retrieve@3", "before_fetched_seal", "after_retrieve"]
 )
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "part"])
 def test_the_fetching_agent_dies_and_its_successor_begins_anew(place, whole):

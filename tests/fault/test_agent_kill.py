@@ -33,7 +33,7 @@ OWNER = [
 RECEIVER = [
     "before_put_open@2",
     "after_put_open@2",
-    "mid_put@7",
+    "mid_put@2",
     "before_replica_seal@2",
     "after_replica_seal@2",
     "before_ack@2",
@@ -42,7 +42,7 @@ RECEIVER = [
 COORDINATOR = ["before_tell_taken@4", "before_record@2", "mid_record@2", "after_record@2"]
 COLLECTOR = ["before_gc", "before_gc@2", "before_release", "mid_release", "after_zero_released", "after_release@2"]
 CASES = [(1, name) for name in (*OWNER, *RECEIVER, "before_record@2", "after_record@2", *COLLECTOR)]
-CASES += [(0, name) for name in ("before_push@2", "mid_put@7", "before_ack@2", *COORDINATOR, *COLLECTOR[:2])]
+CASES += [(0, name) for name in ("before_push@2", "mid_put@2", "before_ack@2", *COORDINATOR, *COLLECTOR[:2])]
 
 
 def armed(place):
