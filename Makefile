@@ -33,8 +33,10 @@ check: $(STAMP)
 check-native: $(STAMP)
 	csrc/tests/run
 
+# BENCH="--quick" and the like; the page, the pictures and every figure land in build/bench.
+BENCH ?=
 bench: $(STAMP)
-	$(BIN)/python -m bench
+	$(BIN)/python -m bench --out build/bench $(BENCH)
 
 fuzz: $(STAMP)
 	$(BIN)/python -m tests.fuzz.shard --count 200000

@@ -16,7 +16,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from bench import machine
 from bench.errors import BenchError
-from bench.report import Report, as_json, show
+from bench.growth import FULL, QUICK
+from bench.page import make_page
+from bench.report import show
+from bench.result import Report, as_json, from_json, merged
 from bench.rows import make_rows
 from bench.run import Run, Section
 from bench.samples import Samples
@@ -28,7 +31,9 @@ from bench.spec import parse_size
 if TYPE_CHECKING:
     from bench.machine import Machine
 
-_WIDTH = 140  # of the table in a file or a pipe
+_WIDTH = 200  # of the table in a file or a pipe
+_OUT = click.Path(path_type=Path)
+_IN = click.Path(path_type=Path, exists=True, dir_okay=False)
 
 
 def _size(_: click.Context, __: click.Parameter, value: str | None) -> int | None:
@@ -39,50 +44,83 @@ def _size(_: click.Context, __: click.Parameter, value: str | None) -> int | Non
 
 
 @click.command()
-@click.option("--size", callback=_size, help="Bytes of the large state, e.g. 512M. Default 1G, with --quick 128M.")
-@click.option("--rounds", type=click.IntRange(1), help="Rounds of steady saves and loads. Default 9, with --quick 3.")
-@click.option("--quick", is_flag=True, help="A smaller state and fewer rounds: does it run, not how fast.")
+@click.option("--size", callback=_size, help="Bytes of the large state, e.g. 512M. Default 1G, with --quick 16M.")
+@click.option("--rounds", type=click.IntRange(1), help="Rounds of steady saves and loads. Default 9, with --quick 2.")
+@click.option("--quick", is_flag=True, help="A small state, few rounds, nothing to install: does it run, not how fast.")
 @click.option("--only", multiple=True, metavar="SECTION", help="Only sections whose name starts so; repeatable.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write every figure to this file.")
-@click.option("--text", "text_file", type=click.Path(path_type=Path), help="Write the tables to this file.")
+@click.option("--visits", type=click.IntRange(1), help="Visits of each contender in the comparison. Default 3 (1).")
+@click.option("--wait", type=click.FloatRange(0), help="Seconds to wait for a quiet machine, before each step.")
+@click.option("--out", "directory", type=_OUT, help="Write all of the following into this directory.")
+@click.option("--json", "json_file", type=_OUT, help="Write every figure to this file.")
+@click.option("--text", "text_file", type=_OUT, help="Write the tables to this file.")
+@click.option("--html", "html_file", type=_OUT, help="Write a page with tables and plots to this file.")
+@click.option("--png", "png_directory", type=_OUT, help="Write the plots as pictures into this directory.")
+@click.option("--show", "shown", type=_IN, multiple=True, help="Measure nothing; show the result in this JSON file.")
 @click.option("--strict", is_flag=True, help="End with status 1 when a bar is missed.")
 def main(
     size: int | None,
     rounds: int | None,
     quick: bool,
     only: tuple[str, ...],
+    visits: int | None,
+    wait: float | None,
+    directory: Path | None,
     json_file: Path | None,
     text_file: Path | None,
+    html_file: Path | None,
+    png_directory: Path | None,
+    shown: tuple[Path, ...],
     strict: bool,
 ) -> None:
-    """Measures saving and loading on this machine, against memcpy, dcp.save and others."""
+    """Measures saving, loading and recovery on this machine: flashckpt, its limits, and every other library."""
     options = Options(
-        size_bytes=size or (128 << 20 if quick else 1 << 30),
-        rounds=rounds or (3 if quick else 9),
-        first_rounds=2 if quick else 3,
-        small_tensors=2_000 if quick else 20_000,
-        loop=Loop(interval_seconds=1.0, saves=1) if quick else Loop(interval_seconds=3.0, saves=2),
+        size_bytes=size or (16 << 20 if quick else 1 << 30),
+        rounds=rounds or (2 if quick else 9),
+        first_rounds=1 if quick else 3,
+        small_tensors=500 if quick else 20_000,
+        loop=Loop(interval_seconds=0.2, saves=1) if quick else Loop(interval_seconds=3.0, saves=2),
+        visits=visits or (1 if quick else 3),
+        limit_seconds=60.0 if quick else 180.0,
+        axes=QUICK if quick else FULL,
+        is_quick=quick,
     )
     sections = [one for one in plan_sections(options) if not only or one.name.startswith(only)]
     if not sections:
         raise click.BadParameter(f"no section starts with {' or '.join(only)}", param_hint="--only")
+    patience = (0.0 if quick else 20.0) if wait is None else wait
     try:
-        report = _measure(options, sections, machine.describe())
+        if shown:
+            report = merged([from_json(json.loads(path.read_text())) for path in shown])
+        else:
+            report = _measure(options, sections, machine.describe(), patience)
     except BenchError as error:
         print(f"bench: {error}", file=sys.stderr)
         sys.exit(2)
+    if directory is not None:
+        directory.mkdir(parents=True, exist_ok=True)
+        json_file, text_file = json_file or directory / "result.json", text_file or directory / "result.txt"
+        html_file, png_directory = html_file or directory / "index.html", png_directory or directory
     if json_file is not None:
         json_file.write_text(json.dumps(as_json(report), indent=1) + "\n")
     if text_file is not None:
         text = io.StringIO()
         show(report, Console(file=text, width=_WIDTH))
         text_file.write_text("\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n")
+    if html_file is not None:
+        html_file.write_text(make_page(report))
+    if png_directory is not None:
+        from bench.picture import write_pictures  # matplotlib takes a second to import
+
+        png_directory.mkdir(parents=True, exist_ok=True)
+        write_pictures(report, png_directory)
     console = Console()
     show(report, console if console.is_terminal else Console(width=_WIDTH))
+    if html_file is not None:
+        print(f"the page: {html_file.resolve().as_uri()}")
     sys.exit(1 if strict and report.missed else 0)
 
 
-def _measure(options: Options, sections: list[Section], described: Machine) -> Report:
+def _measure(options: Options, sections: list[Section], described: Machine, patience: float) -> Report:
     quietness = machine.Quietness()
     began = time.monotonic()
     samples = Samples()
@@ -95,6 +133,9 @@ def _measure(options: Options, sections: list[Section], described: Machine) -> R
 
         def tell(doing: str) -> None:
             progress.update(task, advance=1, description=doing)
+            if not progress.console.is_terminal:  # a log shows how far it is, too
+                print(f"{time.monotonic() - began:7.1f} s  {doing}", file=sys.stderr, flush=True)
+            machine.wait_until_quiet(patience)
 
         run = Run(directory, samples, quietness, tell)
         for section in sections:
@@ -107,6 +148,7 @@ def _measure(options: Options, sections: list[Section], described: Machine) -> R
         others_share=quietness.others_share(),
         samples=samples,
         rows=make_rows(samples),
+        command=" ".join(["python -m bench", *sys.argv[1:]]),
     )
 
 

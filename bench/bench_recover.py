@@ -66,14 +66,15 @@ def _lose_a_node(spec: StateSpec, rounds: int, directory: Path) -> dict[str, lis
             samples["socket"].append(socket.save(2 + number).seconds)
             # A cluster of its own for each round, so that every replacement is as blank as the first.
             with Cluster(2, job="bench") as cluster:
-                told = _recover_once(cluster, spec, directory / f"round{number}")
+                told = recover_once(cluster, spec, directory / f"round{number}")
             for name in PHASES:
                 samples[name].append(told["timings"][name])
             samples["total"].append(told["seconds"])
     return samples
 
 
-def _recover_once(cluster: Cluster, spec: StateSpec, answers: Path) -> dict[str, Any]:
+def recover_once(cluster: Cluster, spec: StateSpec, answers: Path) -> dict[str, Any]:
+    """Saves, destroys the second node, loads on a blank one; what its rank tells of the load."""
     answers.mkdir()
     arguments = [str(spec.tensors), str(spec.tensor_bytes), str(answers)]
     for doing in ("save", "load"):
@@ -135,6 +136,7 @@ def rank_main(doing: str, tensors: int, tensor_bytes: int, answers: Path) -> Non
 
     import flashckpt
     from bench.state import change, digest, make_state, spoil
+    from bench.wire import loopback_bytes
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -149,12 +151,19 @@ def rank_main(doing: str, tensors: int, tensor_bytes: int, answers: Path) -> Non
                 raise BenchError(f"save: expected it replicated, found {outcome}")
         else:
             spoil(state)
+            before = loopback_bytes()
             began = time.perf_counter()
             result = checkpointer.load(saved)
             seconds = time.perf_counter() - began
+            wire_bytes = loopback_bytes() - before
             if result is None or digest(state) != expected:
                 raise BenchError(f"rank {rank}: expected what was saved, found {result!r}")
-            told = {"source": result.source, "timings": dataclasses.asdict(result.timings), "seconds": seconds}
+            told = {
+                "source": result.source,
+                "timings": dataclasses.asdict(result.timings),
+                "seconds": seconds,
+                "wire_bytes": wire_bytes,
+            }
             (answers / f"rank{rank}.json").write_text(json.dumps(told))
     dist.destroy_process_group()
 

@@ -6,10 +6,13 @@ import os
 import platform
 import resource
 import subprocess
+import time
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+_LOOK_SECONDS = 0.5
+_QUIET_SHARE = 0.1  # of all processors
 _ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -65,6 +68,18 @@ class Quietness:
             return 0.0
         foreign = (busy - self._busy) - (_own_seconds() - self._own) - self._elsewhere
         return max(0.0, foreign / (everything - self._all))
+
+
+def wait_until_quiet(patience: float) -> bool:
+    """Waits until others leave the processors alone; False if they did not within so many seconds."""
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline:
+        busy, everything = _processor_seconds()
+        time.sleep(_LOOK_SECONDS)
+        busy_now, everything_now = _processor_seconds()
+        if everything_now == everything or (busy_now - busy) / (everything_now - everything) < _QUIET_SHARE:
+            return True
+    return False
 
 
 def _processor_seconds() -> tuple[float, float]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from bench.errors import BenchError
+from bench.footprint import footprint_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,6 +26,9 @@ if TYPE_CHECKING:
 _ROOT = Path(__file__).resolve().parent.parent
 _DEADLINE = 600.0  # seconds for one command; the slowest takes a tenth of that
 _SAMPLE_SECONDS = 0.001
+_LAST_LINES = 20
+_HELPERS_SECONDS = 2.0
+_FOOTPRINT_SAMPLE_SECONDS = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,27 +37,38 @@ class Answer:
 
     seconds: float
     details: dict[str, float]
-    anonymous_growth_bytes: int  # highest above where it began; 0 where nobody watched
+    anonymous_growth_bytes: int = 0  # highest above where it began; 0 where nobody watched
     resident_bytes: tuple[int, ...] = ()  # highest of each other process that was watched
+    safe: float = 0.0  # seconds of a save until the checkpoint survives its process
+    blocked: tuple[float, ...] = ()  # seconds of each save of a training loop
 
 
 class Worker:
     """One contender in a process. A context manager: leaving it ends the process, come what may."""
 
-    def __init__(self, contender: str, spec: StateSpec, directory: Path) -> None:
+    def __init__(
+        self, contender: str, spec: StateSpec, directory: Path, *, python: Path | None = None, limit: float = _DEADLINE
+    ) -> None:
+        """`python` of the contender's own environment, if it has one; `limit` in seconds for one command."""
         self.contender = contender
+        self._limit = limit
+        self._directory = directory
         directory.mkdir(mode=0o700, exist_ok=True)
         # A setting of the shell would make this another measurement than the one that is reported.
         environment = {k: v for k, v in os.environ.items() if not k.startswith("FLASHCKPT_")}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "bench.worker"],
-            cwd=_ROOT,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            # Ctrl-C is for the parent, which then ends its workers.
-            start_new_session=True,
-        )
+        # What libraries print is of no interest, until one of them ends without an answer.
+        self._log = directory.with_name(f"{directory.name}.log")
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [python or sys.executable, "-m", "bench.worker"],
+                cwd=_ROOT,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                # Ctrl-C is for the parent, which then ends its workers.
+                start_new_session=True,
+            )
         self._pending = b""
         try:
             self.opened = self._ask(
@@ -71,9 +88,25 @@ class Worker:
         """`watch` its anonymous memory; `watch_resident`: ids of processes whose resident memory to watch."""
         return self._ask({"do": "save", "step": step}, watch=watch, watch_resident=watch_resident)
 
-    def train(self, first: int, steps: int, interval: int) -> Answer:
+    def save_watching_footprint(self, step: int) -> int:
+        """The most memory that it takes during a save, and whatever completes it. Looking slows it down: not timed."""
+        self._send({"do": "save", "step": step})
+        highest = self.footprint_bytes()
+        while not self._readable(_FOOTPRINT_SAMPLE_SECONDS):
+            highest = max(highest, self.footprint_bytes())
+        self._receive()
+        return highest
+
+    def footprint_bytes(self) -> int:
+        return footprint_bytes(self.pid, self._directory)
+
+    def is_isolated(self, step: int) -> bool:
+        self._send({"do": "isolate", "step": step})
+        return cast("bool", self._receive()["isolated"])
+
+    def train(self, first: int, steps: int, interval: int, passes: int = 1) -> Answer:
         """So many training steps with a save at the first of every `interval`; 0 = none."""
-        return self._ask({"do": "train", "first": first, "steps": steps, "interval": interval})
+        return self._ask({"do": "train", "first": first, "steps": steps, "interval": interval, "passes": passes})
 
     def load(self, *, watch: bool = False) -> Answer:
         return self._ask({"do": "load"}, watch=watch)
@@ -87,6 +120,10 @@ class Worker:
         self._send({"do": "close"})
         self._receive()
         self._process.wait(timeout=60)
+        # Helpers of multiprocessing clean up after it, if they are let.
+        deadline = time.monotonic() + _HELPERS_SECONDS
+        while _is_group(self.pid) and time.monotonic() < deadline:
+            time.sleep(0.01)
         self.kill()
 
     @property
@@ -94,6 +131,9 @@ class Worker:
         return self._process.pid
 
     def kill(self) -> None:
+        """And whatever helpers it started: they are in its session."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
@@ -122,7 +162,14 @@ class Worker:
                 max(so_far, _memory_bytes(pid, "VmRSS")) for so_far, pid in zip(resident, watch_resident, strict=True)
             ]
         reply = self._receive()
-        return Answer(reply["seconds"], reply["details"], highest - before, tuple(resident))
+        return Answer(
+            seconds=reply["seconds"],
+            details=reply["details"],
+            anonymous_growth_bytes=highest - before,
+            resident_bytes=tuple(resident),
+            safe=reply.get("safe", 0.0),
+            blocked=tuple(reply.get("blocked", ())),
+        )
 
     def _send(self, command: dict[str, Any]) -> None:
         pipe = cast("BinaryIO", self._process.stdin)
@@ -133,11 +180,11 @@ class Worker:
             raise self._gone(command["do"]) from None
 
     def _receive(self) -> dict[str, Any]:
-        deadline = time.monotonic() + _DEADLINE
+        deadline = time.monotonic() + self._limit
         pipe = cast("BinaryIO", self._process.stdout)
         while b"\n" not in self._pending:
             if not self._readable(deadline - time.monotonic()):
-                raise BenchError(f"{self.contender}: no answer within {_DEADLINE:.0f} s")
+                raise BenchError(f"{self.contender}: no answer within {self._limit:.0f} s")
             piece = os.read(pipe.fileno(), 1 << 16)
             if not piece:
                 raise self._gone("its command")
@@ -153,7 +200,17 @@ class Worker:
         return bool(select.select([pipe], [], [], max(0.0, timeout))[0])
 
     def _gone(self, doing: str) -> BenchError:
-        return BenchError(f"{self.contender}: ended during {doing} with status {self._process.wait()}")
+        status = self._process.wait()
+        said = self._log.read_text(errors="replace").strip().splitlines()[-_LAST_LINES:] if self._log.exists() else []
+        return BenchError("\n".join([*said, f"{self.contender}: ended during {doing} with status {status}"]))
+
+
+def _is_group(number: int) -> bool:
+    try:
+        os.killpg(number, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def _memory_bytes(pid: int, field: str) -> int:

@@ -9,6 +9,7 @@ from bench.agents import agent_of
 from bench.process import Worker
 from bench.run import turn
 from bench.scratch import check_room
+from bench.wire import loopback_bytes
 
 if TYPE_CHECKING:
     from bench.run import Run
@@ -49,8 +50,9 @@ def replicating(run: Run, section: str, spec: StateSpec, rounds: int) -> None:
 
 def _replicate(run: Run, section: str, worker: Worker, step: int) -> None:
     agents = [agent_of(run.directory / CONTENDER / f"node{node}") for node in (0, 1)]
-    before = [agent.cpu_seconds() for agent in agents]
+    before, on_wire = [agent.cpu_seconds() for agent in agents], loopback_bytes()
     answer = worker.save(step)
+    run.samples.add(section, CONTENDER, "on the wire", loopback_bytes() - on_wire)
     for agent, name, seconds in zip(agents, (SENDER, RECEIVER), before, strict=True):
         run.samples.add(section, name, "cpu: replicate", agent.cpu_seconds() - seconds)
     run.samples.add(section, CONTENDER, "replicate", answer.details["until_replicated"])

@@ -1,72 +1,50 @@
-"""The result for people (tables) and for programs (JSON)."""
+"""The result for people at a terminal: tables."""
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+import statistics
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from bench.contenders import Kind
+from bench.fit import fit_line
 from bench.rows import Bar, Row, milliseconds
-from bench.samples import NotMeasuredError
+from bench.samples import NotMeasuredError, unit_of
 from bench.spec import format_size
+from bench.table import COMPARED, PEER, Contest, Entry, is_ours, make_contests, make_entries
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from bench.machine import Machine
-    from bench.samples import Samples
-    from bench.sections import Options
+    from bench.result import Report
+    from bench.samples import Samples, Series
 
-JSON_VERSION = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    machine: Machine
-    options: Options
-    date: str
-    duration: float  # seconds
-    others_share: float  # of all CPU time, used by processes that are not ours
-    samples: Samples
-    rows: list[Row]
-
-    @property
-    def missed(self) -> list[Row]:
-        return [row for row in self.rows if row.met is False]
-
-
-def as_json(report: Report) -> dict[str, Any]:
-    return {
-        "version": JSON_VERSION,
-        "date": report.date,
-        "duration_seconds": round(report.duration, 1),
-        "others_cpu_share": round(report.others_share, 4),
-        "machine": dataclasses.asdict(report.machine),
-        "options": dataclasses.asdict(report.options),
-        "rows": [dataclasses.asdict(row) | {"met": row.met} for row in report.rows],
-        "samples": [
-            {
-                "section": section,
-                "contender": contender,
-                "measure": measure,
-                "unit": "bytes" if section == "memory" else "seconds",
-                "state_bytes": report.samples.state_bytes[section],
-                "values": [round(value, 6) for value in series.values],
-            }
-            for section, contender, measure, series in report.samples
-        ],
-    }
+TITLES = {
+    "compare": "Every contender, one rank",
+    "small": "Many small tensors",
+    PEER: "Restored from a peer, two processes over loopback",
+}
+_NOT_TIMED = ("open", "prewarm", "loop", "loop without saves")
 
 
 def show(report: Report, console: Console) -> None:
     _show_machine(report, console)
+    for section in (*COMPARED, PEER):
+        entries = make_entries(report.samples, section)
+        if entries:
+            size_bytes = report.samples.state_bytes.get(section, 0)
+            console.print(_table_of_entries(f"{TITLES[section]}, {format_size(size_bytes)}", entries, size_bytes))
+            _show_left_out(entries, console)
+    contests = make_contests(report.samples)
+    if contests:
+        console.print(_table_of_contests(contests))
     bars = [row for row in report.rows if row.bar is not None]
     others = [row for row in report.rows if row.bar is None]
     tables = (
         _table_of_rows("Bars", bars, verdicts=True),
         _table_of_rows("For comparison", others, verdicts=False),
+        _table_of_growth(report.samples),
         _table_of_times(report.samples),
         _table_of_memory(report.samples),
     )
@@ -83,17 +61,135 @@ def show(report: Report, console: Console) -> None:
 
 
 def _show_machine(report: Report, console: Console) -> None:
+    for line in machine_lines(report):
+        console.print(line, highlight=False)
+
+
+def machine_lines(report: Report) -> list[str]:
     machine, options = report.machine, report.options
     native = machine.checksum_kernel if machine.native else f"{machine.checksum_kernel}, NOT COMPILED"
-    console.print(f"{machine.cpu}, {machine.cores} cores, {format_size(machine.memory_bytes)}, Linux {machine.kernel}")
-    console.print(
+    return [
+        f"{machine.cpu}, {machine.cores} cores, {format_size(machine.memory_bytes)}, Linux {machine.kernel}",
         f"huge pages: anonymous {machine.anonymous_huge_pages}, tmpfs {machine.tmpfs_huge_pages}; "
-        f"Python {machine.python}, torch {machine.torch}; checksums by {native}; commit {machine.commit}"
-    )
-    console.print(
-        f"{options.large}; {options.rounds} rounds, {options.first_rounds} of fresh processes; "
-        f"{report.duration:.0f} s in all, other processes used {report.others_share:.1%} of the CPU time"
-    )
+        f"Python {machine.python}, torch {machine.torch}; checksums by {native}; commit {machine.commit}",
+        f"{options.large}; {options.visits} visits of each contender, {options.rounds} rounds of the rest, "
+        f"{options.first_rounds} of fresh processes; "
+        f"{report.duration:.0f} s in all, other processes used {report.others_share:.1%} of the CPU time",
+    ]
+
+
+def seconds(value: float | None) -> str:
+    return "" if value is None else milliseconds(value)
+
+
+def times(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}" if value < 10 else f"{value:.0f}"
+
+
+def _table_of_entries(title: str, entries: list[Entry], size_bytes: int) -> Table:
+    """Ratios are the contender's time divided by the other's: below 1 it is faster."""
+    table = Table(title=title, title_justify="left", caption_justify="left")
+    table.add_column("contender", no_wrap=True)
+    columns = [column for column in _COLUMNS if any(column[1](entry) is not None for entry in entries)]
+    for name, _, _ in columns:
+        table.add_column(name, justify="right")
+    table.add_column("isolated")
+    kind: Kind | None = None
+    for entry in (entry for entry in entries if entry.safe or entry.load):
+        if kind is not None and entry.kind is not kind:
+            table.add_section()
+        kind = entry.kind
+        cells = [("" if (value := get(entry)) is None else form(value, size_bytes)) for _, get, form in columns]
+        isolated = {True: "yes", False: "[bold red]NO: aliases[/]", None: ""}[entry.isolated]
+        style = "bold" if is_ours(entry.name) else "dim" if entry.kind is Kind.LIMIT else None
+        table.add_row(entry.title, *cells, isolated, style=style)
+    return table
+
+
+def _median(series: Series | None) -> float | None:
+    return series.median if series else None
+
+
+# Title, value, how it is shown.
+_COLUMNS = (
+    ("first", lambda e: _median(e.first), lambda v, _: seconds(v)),
+    ("blocked", lambda e: _median(e.blocked), lambda v, _: seconds(v)),
+    ("p99", lambda e: e.blocked.p99 if e.blocked else None, lambda v, _: seconds(v)),
+    ("blocked in training", lambda e: _median(e.in_training), lambda v, _: seconds(v)),
+    ("step slower by", lambda e: e.slowdown, lambda v, _: f"{v:+.1%}"),
+    ("safe", lambda e: _median(e.safe), lambda v, _: seconds(v)),
+    ("x limit", lambda e: e.of_limit.get("safe"), lambda v, _: times(v)),
+    ("x flashckpt", lambda e: e.of_ours.get("safe"), lambda v, _: times(v)),
+    ("restored", lambda e: _median(e.load), lambda v, _: seconds(v)),
+    ("x limit", lambda e: e.of_limit.get("load"), lambda v, _: times(v)),
+    ("x flashckpt", lambda e: e.of_ours.get("load"), lambda v, _: times(v)),
+    ("peak memory", lambda e: e.peak_bytes, lambda v, size: f"{v / size:.1f} x"),
+    ("on the wire", lambda e: e.wire_bytes, lambda v, size: f"{v / size:.2f} x"),
+)
+
+
+def _show_left_out(entries: list[Entry], console: Console) -> None:
+    for entry in entries:
+        if entry.problem:
+            console.print(f"  {entry.title}: {entry.problem}", highlight=False, markup=False)
+
+
+def _table_of_contests(contests: list[Contest]) -> Table:
+    table = Table(title="flashckpt against the best of the others", title_justify="left")
+    for name in ("what", "flashckpt", "best other", "", "verdict", "limit"):
+        table.add_column(name, justify="left" if name in ("what", "verdict", "") else "right")
+    for one in contests:
+        verdict = (
+            f"[green]{one.factor:.2f} x faster[/]" if one.won else f"[bold red]LOST: {1 / one.factor:.2f} x slower[/]"
+        )
+        aliasing = f" (faster, but only aliases: {', '.join(one.aliasing)})" if one.aliasing else ""
+        table.add_row(
+            one.question,
+            seconds(one.ours_seconds),
+            seconds(one.other_seconds),
+            one.other + aliasing,
+            verdict,
+            seconds(one.limit_seconds),
+        )
+    return table
+
+
+def _table_of_growth(samples: Samples) -> Table:
+    table = Table(title="Growth: a straight line through the medians", title_justify="left")
+    for name in ("against", "measure"):
+        table.add_column(name)
+    for name in ("from", "to", "fixed", "for each", "residual"):
+        table.add_column(name, justify="right")
+    for (axis, measure), points in samples.growth.items():
+        medians = growth_medians(points)
+        if len(medians) < 2:
+            continue
+        line = fit_line(medians)
+        table.add_row(
+            axis,
+            measure,
+            *(growth_x(axis, x) for x in (medians[0][0], medians[-1][0])),
+            seconds(line.start),
+            growth_slope(axis, line.slope),
+            f"{line.residual:.0%}",
+        )
+    return table
+
+
+def growth_medians(points: dict[float, list[float]]) -> list[tuple[float, float]]:
+    return [(x, statistics.median(values)) for x, values in sorted(points.items())]
+
+
+def growth_x(axis: str, x: float) -> str:
+    return format_size(x) if axis == "bytes" else f"{x:,.0f}"
+
+
+def growth_slope(axis: str, slope: float) -> str:
+    if axis == "bytes":
+        return f"{slope * (1 << 30) * 1e3:,.1f} ms a GiB"
+    if axis == "tensors":
+        return f"{slope * 1e6:.2f} us a tensor"
+    return f"{slope * 1e3:,.1f} ms a {axis.removesuffix('s')}"
 
 
 def _table_of_rows(title: str, rows: list[Row], *, verdicts: bool) -> Table:
@@ -106,10 +202,10 @@ def _table_of_rows(title: str, rows: list[Row], *, verdicts: bool) -> Table:
         table.add_column("verdict", no_wrap=True)
     table.add_column("figures")
     for row in rows:
-        best = "" if row.best is None else _value(row.best, row.unit)
-        cells = [row.name, _value(row.value, row.unit), best]
+        best = "" if row.best is None else row_value(row.best, row.unit)
+        cells = [row.name, row_value(row.value, row.unit), best]
         if verdicts:
-            cells += [_bar(row.bar, row.unit), "[green]met[/]" if row.met else "[bold red]missed[/]"]
+            cells += [row_bar(row.bar, row.unit), "[green]met[/]" if row.met else "[bold red]missed[/]"]
         table.add_row(*cells, row.numbers)
     return table
 
@@ -118,17 +214,17 @@ def _table_of_times(samples: Samples) -> Table:
     table = Table(title="All times", title_justify="left")
     for name in ("section", "contender", "measure"):
         table.add_column(name, no_wrap=True)
-    for name in ("median", "best", "worst", "GB/s", "of memcpy"):
+    for name in ("median", "best", "worst", "n", "GB/s", "of memcpy"):
         table.add_column(name, justify="right", no_wrap=True)
     last = ""
     for section, contender, measure, series in samples:
         # A stage that did not take place: a load from the node's own memory retrieves nothing.
-        if section == "memory" or series.worst == 0:
+        if unit_of(section, measure) != "seconds" or series.worst == 0:
             continue
         if last and section != last:
             table.add_section()
         # A stage of a save or load has no throughput of its own.
-        whole = ":" not in measure and measure not in ("open", "prewarm", "loop")
+        whole = ":" not in measure and measure not in _NOT_TIMED
         speed = samples.state_bytes[section] / series.median / 1e9
         # Only here memcpy took its turns with the others.
         limit = _limit(samples, measure) if section == "steady" and whole else None
@@ -137,6 +233,7 @@ def _table_of_times(samples: Samples) -> Table:
             contender,
             measure,
             *(milliseconds(value) for value in (series.median, series.best, series.worst)),
+            str(len(series.values)),
             f"{speed:.3g}" if whole else "",
             f"{speed / limit:.0%}" if limit else "",
         )
@@ -165,7 +262,7 @@ def _table_of_memory(samples: Samples) -> Table:
     return table
 
 
-def _value(value: float, unit: str) -> str:
+def row_value(value: float, unit: str) -> str:
     if unit == "ms":
         return f"{value:.1f} ms"
     if unit == "%":
@@ -173,7 +270,7 @@ def _value(value: float, unit: str) -> str:
     return f"{value:.2f} {unit}" if value < 10 else f"{value:.1f} {unit}"
 
 
-def _bar(bar: Bar | None, unit: str) -> str:
+def row_bar(bar: Bar | None, unit: str) -> str:
     if bar is None:
         return ""
     return f"{'≤' if bar.at_most else '≥'} {bar.limit:g} {unit}"

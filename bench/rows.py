@@ -76,13 +76,6 @@ def make_rows(samples: Samples) -> list[Row]:
         *_replication(samples),
         *_slowdown(samples),
     ]
-    versus = {(section, contender) for section, contender, _, _ in samples if section.startswith("versus")}
-    for section, other in sorted(versus):
-        if other == "dcp-async":
-            makers.append(faster("steady save against the time that dcp.async_save blocks", section, "save", other))
-        elif other != "flashckpt":
-            makers.append(faster(f"steady save against {other}", section, "save", other))
-            makers.append(faster(f"load against {other}", section, "load", other))
     rows = []
     for make in makers:
         with contextlib.suppress(NotMeasuredError):

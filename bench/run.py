@@ -29,7 +29,13 @@ class Run:
         """Gives back the memory of what is over, and ends the agents that kept it."""
         self.quietness.add_own(end_agents(self.directory))
         for entry in self.directory.iterdir():
-            shutil.rmtree(entry)
+            _remove(entry)
+
+    def clear_one(self, directory: Path) -> None:
+        """The same for one contender, while others go on."""
+        if directory.exists():
+            self.quietness.add_own(end_agents(directory))
+            _remove(directory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +45,13 @@ class Section:
     name: str
     steps: int  # how often it calls `tell`
     measure: Callable[[Run], None]
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def turn(items: Sequence[_T], number: int) -> list[_T]:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
 TMPFS = Path("/dev/shm")
+_ELSEWHERE = (Path("/tmp/ckpt_sock"),)  # DLRover's sockets
 _NAME = re.compile(r"flashckpt-bench\.(\d+)\.(\d+)")
 
 
@@ -38,7 +39,7 @@ def scratch_directory() -> Iterator[Path]:
         # A second Ctrl-C must not cut the cleaning short.
         interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
         end_agents(path)
-        shutil.rmtree(path, ignore_errors=True)
+        _remove_all_of(path.name)
         for number, handler in ((signal.SIGINT, interrupt), *before.items()):
             signal.signal(number, handler)
 
@@ -64,9 +65,19 @@ def _leave(number: int, _: FrameType | None) -> None:
 
 def _remove_left_behind() -> None:
     for path in TMPFS.glob("flashckpt-bench.*"):
-        match = _NAME.fullmatch(path.name)
+        match = _NAME.match(path.name)
         if match is not None and _start_time(int(match[1])) != int(match[2]):
-            shutil.rmtree(path, ignore_errors=True)
+            _remove_all_of(match[0])
+
+
+def _remove_all_of(name: str) -> None:
+    """The directory of that run, and what libraries that put things elsewhere named after it."""
+    for place in (TMPFS, *_ELSEWHERE):
+        for path in (place / name, *place.glob(f"{name}_*")):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
 
 
 def _start_time(pid: int) -> int | None:

@@ -10,6 +10,10 @@ import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from bench.compare import Exercise, comparing
+from bench.contenders import CONTENDERS
+from bench.growth import FULL, Axes, growing
+from bench.peer import restoring
 from bench.process import Worker
 from bench.replicate import replicating, watched_agents
 from bench.run import Section, turn
@@ -25,12 +29,16 @@ if TYPE_CHECKING:
 # Both of flashckpt's slots are faulted and mapped after two saves; the others warm up as long.
 WARM_UP = 2
 
-# Copies of the state that a contender needs at most: its tensors, what it stages, what it keeps.
-_COPIES = {"memcpy": 3, "memcpy-tensors": 2, "dcp-async": 4, "flashckpt-replicated": 6}
-_USUAL_COPIES = 3
-
-# Measured for comparison, each against flashckpt in a section of its own.
-OTHERS = ("dcp-tuned", "dcp-async", "torch.save")
+# Everybody, in the order of the first visit.
+OTHERS = (
+    *("flashckpt", "flashckpt-overlapped", "flashckpt-replicated", "torch.save", "safetensors"),
+    *("dcp", "dcp-tuned", "dcp-async", "dcp-async-shared", "dcp-async-process"),
+    *("torchsnapshot", "torchsnapshot-async", "dlrover", "nvrx", "nvrx-fork", "nvrx-persistent"),
+    *("bytecheckpoint", "ml-flashpoint"),
+)
+# Enough to see that every kind still runs; environments of their own are not made for it.
+QUICK_ONES = ("flashckpt-overlapped", "torch.save", "dcp-async-shared")
+_QUICK_SECTIONS = ("compare", "small", "replicate", "growth")
 # On one node, without an agent, on two nodes: what the agent adds to a save.
 ALL_OURS = ("flashckpt", "flashckpt-off", "flashckpt-replicated")
 WATCHED = ("flashckpt", "dcp", "dcp-async", "torch.save")
@@ -43,6 +51,24 @@ class Options:
     first_rounds: int  # rounds of fresh processes, which are slow to start
     small_tensors: int
     loop: Loop
+    visits: int = 3  # of each contender, in the comparison
+    limit_seconds: float = 180.0  # for one visit
+    axes: Axes = FULL
+    is_quick: bool = False
+
+    @property
+    def exercise(self) -> Exercise:
+        """A step of forward and backward is four times as long as a copy at 4 GB/s."""
+        seconds = self.size_bytes / 1e9
+        if self.is_quick:
+            return Exercise(2, 1, 1, 2, seconds, 1, self.limit_seconds)
+        return Exercise(5, 3, 2, 5, max(0.05, seconds / 4), 2, self.limit_seconds)
+
+    @property
+    def exercise_of_small(self) -> Exercise:
+        """DCP takes ten seconds and more for each of these."""
+        few = 1 if self.is_quick else 3
+        return Exercise(few, few, 0, 0, 0.0, 1, self.limit_seconds)
 
     @property
     def large(self) -> StateSpec:
@@ -72,12 +98,28 @@ class Options:
 
 
 def plan_sections(options: Options) -> list[Section]:
-    """All sections of a complete run."""
+    """All sections of a complete run, or those of a quick one: one that compares, one of two nodes, and growth."""
+    sections = _all_sections(options)
+    return [section for section in sections if section.name in _QUICK_SECTIONS] if options.is_quick else sections
+
+
+def _all_sections(options: Options) -> list[Section]:
 
     def turns(name: str, spec: StateSpec, contenders: Sequence[str], rounds: int) -> Section:
         return Section(name, 2 * rounds, lambda run: taking_turns(run, name, spec, contenders, rounds))
 
     large, rounds, fresh = options.large, options.rounds, options.first_rounds
+
+    def compare(name: str, spec: StateSpec, exercise: Exercise, visits: int, contenders: Sequence[str]) -> Section:
+        def measure(run: Run) -> None:
+            comparing(run, name, spec, contenders, visits, exercise)
+
+        return Section(name, visits * len(contenders), measure)
+
+    if options.is_quick:
+        everybody: tuple[str, ...] = QUICK_ONES
+    else:
+        everybody = OTHERS
 
     def medium(run: Run) -> None:
         replicating(run, "replicate 64 MiB", options.medium, 2 * rounds)
@@ -96,14 +138,15 @@ def plan_sections(options: Options) -> list[Section]:
 
     in_first = ("flashckpt", "flashckpt-prewarmed", "dcp")
     return [
+        compare("compare", large, options.exercise, options.visits, everybody),
+        compare("small", options.small, options.exercise_of_small, min(options.visits, 2), everybody),
+        Section("peer", fresh, lambda run: restoring(run, "peer", large, fresh)),
         turns("steady", large, ("memcpy", "memcpy-tensors", "flashckpt", "dcp"), rounds),
-        # dcp takes ten seconds for each of these: fewer rounds do, where the ratio is that far from its bar.
-        turns("small", options.small, ("flashckpt", "dcp"), max(fresh, rounds // 3)),
         turns("planning", options.planning, ("flashckpt", "dcp"), 2 * rounds),
         Section("first", 3 * fresh, lambda run: in_fresh_processes(run, "first", large, in_first, fresh)),
-        *(turns(f"versus {other}", large, ("flashckpt", other), fresh) for other in OTHERS),
         *replication,
         Section("memory", len(WATCHED) + 1, memory),
+        Section("growth", options.axes.steps, lambda run: growing(run, options.axes)),
     ]
 
 
@@ -186,4 +229,4 @@ def watched(run: Run, section: str, spec: StateSpec, contenders: Sequence[str]) 
 
 
 def _check_room(spec: StateSpec, contenders: Sequence[str]) -> None:
-    check_room(sum(_COPIES.get(name, _USUAL_COPIES) for name in contenders) * spec.size_bytes)
+    check_room(sum(CONTENDERS[name].copies for name in contenders) * spec.size_bytes)

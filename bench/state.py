@@ -23,6 +23,14 @@ def make_state(spec: StateSpec) -> StateDict:
     return {"model": model, "trainer": {"step": 0, "lr": 3e-4, "name": "bench"}}
 
 
+def make_again(state: StateDict, step: int) -> None:
+    """As it was after `change(state, step)`, whatever has happened to it since."""
+    generator = torch.Generator().manual_seed(_SEED)
+    for tensor in tensors_of(state):
+        torch.rand(tensor.shape, generator=generator, out=tensor)
+    change(state, step)
+
+
 def tensors_of(state: StateDict) -> list[torch.Tensor]:
     return list(state["model"].values())
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-_WIDTH, _BATCH, _LAYERS = 512, 128, 4
+# Few and large products: many small ones make its threads wait for each other wherever a core is taken from them.
+_WIDTH, _BATCH, _LAYERS = 1024, 512, 2
 
 
 class Training:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import resource
 import sys
 import time
 import traceback
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from bench.contenders import make_contender
 from bench.errors import BenchError
 from bench.spec import StateSpec
-from bench.state import change, digest, make_state, spoil
+from bench.state import change, digest, make_again, make_state, spoil
 from bench.training import Training
 
 if TYPE_CHECKING:
@@ -46,10 +47,28 @@ class Session:
         return self._timed(lambda: self._contender.set_up(self._state, Path(directory)))
 
     def save(self, step: int) -> Reply:
+        """`seconds` until the caller may change its state, `safe` until the checkpoint survives the process."""
         change(self._state, step)
-        reply = self._timed(lambda: self._contender.save(step))
+        reply = self._timed(lambda: self._contender.save(step) | self._contender.gate())
+        began = time.perf_counter()
+        reply["details"] |= self._contender.finish()
+        reply["safe"] = reply["seconds"] + time.perf_counter() - began
         reply["details"] |= self._contender.settle()
         return reply
+
+    def isolate(self, step: int) -> Reply:
+        """Whether the checkpoint is of the state as it was, though the state is overwritten as soon as it may be."""
+        change(self._state, step)
+        expected = digest(self._state)
+        self._contender.save(step)
+        self._contender.gate()
+        spoil(self._state)
+        self._contender.finish()
+        self._contender.settle()
+        self._contender.load()
+        found = digest(self._state)
+        make_again(self._state, step)
+        return {"isolated": found == expected}
 
     def expect(self, digest_of_saved: str | None = None) -> Reply:
         """What loads are compared with: the given digest, or that of the state as it is now."""
@@ -64,23 +83,32 @@ class Session:
             raise BenchError(f"load: expected a state with digest {self._expected}, found {found}")
         return reply
 
-    def train(self, first: int, steps: int, interval: int) -> Reply:
-        """The seconds of the loop, saves included; replication that goes on after its last step is waited for."""
+    def train(self, first: int, steps: int, interval: int, passes: int) -> Reply:
+        """The seconds of the loop, saves included, and `blocked` of each save; what goes on behind its last step is
+        waited for, but does not count. `passes`: of the small network, in one step.
+        """
         if self._training is None:
             self._training = Training()
-        in_save = 0.0
+        blocked: list[float] = []
         gc.collect()
         began = time.perf_counter()
         for step in range(first, first + steps):
-            self._training.step()
+            for _ in range(passes):
+                self._training.step()
+            if blocked:  # forward and backward are done: this is where optimizer.step() changes the state
+                waiting = time.perf_counter()
+                self._contender.gate()
+                blocked[-1] += time.perf_counter() - waiting
+            change(self._state, step)
             if interval and (step - first) % interval == 0:
-                change(self._state, step)
                 saving = time.perf_counter()
                 self._contender.save(step)
-                in_save += time.perf_counter() - saving
+                blocked.append(time.perf_counter() - saving)
         seconds = time.perf_counter() - began
-        self._contender.settle()
-        return {"seconds": seconds, "details": {"in save()": in_save}}
+        if blocked:
+            self._contender.finish()
+            self._contender.settle()
+        return {"seconds": seconds, "details": {"in save()": sum(blocked)}, "blocked": blocked}
 
     def close(self) -> Reply:
         self._contender.close()
@@ -95,6 +123,9 @@ class Session:
 
 def main() -> None:
     replies = _keep_stdout_for_replies()
+    # Some share one file a tensor, and would fail for the limit of the shell.
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     # A contender's advice to its user is not this benchmark's output.
     warnings.simplefilter("ignore")
     session = Session()

@@ -26,14 +26,23 @@ class Contender(Protocol):
         ...
 
     def save(self, step: int) -> Details:
-        """Timed. Returns once the checkpoint survives the end of this process and the state may be changed.
-
-        A contender that returns earlier has to say so in its row. At most two checkpoints may be kept.
+        """Timed as *blocked*. Returns when the contender's own call returns. If the save before is still under way
+        and the contender can't have two, it is waited for here. At most two checkpoints may be kept.
         """
         ...
 
+    def gate(self) -> Details:
+        """Timed as *blocked* too. Returns once the state may be changed: for contenders whose documentation asks the
+        caller to wait for that. Called before the first change after a save.
+        """
+        ...
+
+    def finish(self) -> Details:
+        """Timed as *safe*, with the two above. Returns once the checkpoint survives the end of this process."""
+        ...
+
     def settle(self) -> Details:
-        """Not timed, called after each save: waits for work behind its back, removes what is too old."""
+        """Not timed, called after each save: waits for what comes later, removes what is too old."""
         ...
 
     def load(self) -> Details:
@@ -41,3 +50,19 @@ class Contender(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class Synchronous:
+    """The part of a contender that is done when `save` returns."""
+
+    def gate(self) -> Details:
+        return {}
+
+    def finish(self) -> Details:
+        return {}
+
+    def settle(self) -> Details:
+        return {}
+
+    def close(self) -> None:
+        pass

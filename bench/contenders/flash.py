@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import flashckpt
 from bench.agents import JOB
+from bench.contenders.base import Synchronous
 from bench.errors import BenchError
 
 # Both are imported by the first use; imports are not what is measured.
@@ -19,12 +20,14 @@ if TYPE_CHECKING:
 
     from bench.contenders.base import Details
     from bench.state import StateDict
+    from flashckpt import SaveHandle
 
 # An agent that a killed run left behind does not stay long.
 LINGER_SECONDS = 60.0
+_DEADLINE = 120.0
 
 
-class Flash:
+class Flash(Synchronous):
     """Checkpointer.save to SEALED, checksums included; Checkpointer.load with every checksum verified."""
 
     _agent: Literal["auto", "off"] = "auto"
@@ -43,9 +46,6 @@ class Flash:
             raise BenchError(f"save of step {step}: expected ok and sealed, found {handle!r}")
         return dataclasses.asdict(handle.timings)
 
-    def settle(self) -> Details:
-        return {}
-
     def load(self) -> Details:
         result = self._checkpointer.load(self._state)
         if result is None or result.source != "memory":
@@ -54,6 +54,31 @@ class Flash:
 
     def close(self) -> None:
         self._checkpointer.close()
+
+
+class FlashOverlapped(Flash):
+    """save(overlap=True): the copy runs beside forward and backward; the gate, which the CheckpointManager installs at
+    optimizer.step(), waits for what is left of it.
+    """
+
+    _handle: SaveHandle | None = None
+
+    def save(self, step: int) -> Details:
+        self.finish()
+        self._handle = self._checkpointer.save(step, self._state, overlap=True)
+        return {}
+
+    def gate(self) -> Details:
+        self._wait("staged")
+        return {}
+
+    def finish(self) -> Details:
+        self._wait("sealed")
+        return {}
+
+    def _wait(self, level: Literal["staged", "sealed"]) -> None:
+        if self._handle is not None and self._handle.wait(level, _DEADLINE) is not flashckpt.Outcome.OK:
+            raise BenchError(f"save: expected it {level}, found {self._handle!r}")
 
 
 class FlashOff(Flash):

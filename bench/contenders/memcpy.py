@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from bench.contenders.base import Synchronous
 from bench.state import tensors_of
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ _memcpy.restype = ctypes.c_void_p
 _Piece = tuple[int, int, int]  # address in the state, address in the mapping, length
 
 
-class MemcpyTensors:
+class MemcpyTensors(Synchronous):
     """libc's memcpy, one call a tensor, with as many threads as flashckpt takes.
 
     No checksum, no seal, nothing that could be found again: not a checkpoint, but what one is measured by.
@@ -53,9 +54,6 @@ class MemcpyTensors:
     def save(self, step: int) -> Details:
         self._values = dict(self._state["trainer"])
         self._run([[(into, source, length) for source, into, length in share] for share in self._shares])
-        return {}
-
-    def settle(self) -> Details:
         return {}
 
     def load(self) -> Details:

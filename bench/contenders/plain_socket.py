@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bench.contenders.base import Synchronous
 from bench.errors import BenchError
 from bench.sink import ACKNOWLEDGED, BACK, SEND, receive_into, send_all
 from bench.state import tensors_of
@@ -25,7 +26,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 _DEADLINE = 60.0
 
 
-class PlainSocket:
+class PlainSocket(Synchronous):
     """socket.send of each tensor's memory; the other end calls recv_into on a tmpfs mapping that is faulted."""
 
     def set_up(self, state: StateDict, directory: Path) -> Details:
@@ -56,9 +57,6 @@ class PlainSocket:
             send_all(self._socket, view)
         if self._socket.recv(1) != ACKNOWLEDGED:
             raise BenchError("socket: expected an acknowledgement, found the end of the connection")
-        return {}
-
-    def settle(self) -> Details:
         return {}
 
     def load(self) -> Details:

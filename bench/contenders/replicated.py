@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 import flashckpt
 from bench.companion import config_of, rendezvous, wrapped
+from bench.contenders.base import Synchronous
 from bench.errors import BenchError
 from flashckpt import Checkpointer
 
@@ -32,7 +33,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 _DEADLINE = 120.0
 
 
-class FlashReplicated:
+class FlashReplicated(Synchronous):
     """Checkpointer.save as far as SEALED; `settle` waits for REPLICATED and says how long that took from there."""
 
     _handle: SaveHandle | None = None

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from bench.contenders.base import Synchronous
+from bench.contenders.live import copy_into
 from bench.contenders.step_files import StepFiles
-from bench.state import tensors_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from bench.state import StateDict
 
 
-class TorchSave:
+class TorchSave(Synchronous):
     """torch.save of the whole state; torch.load with a mapping, then a copy into the live tensors."""
 
     def set_up(self, state: StateDict, directory: Path) -> Details:
@@ -33,11 +34,5 @@ class TorchSave:
         return {}
 
     def load(self) -> Details:
-        loaded = torch.load(self._files.newest(), mmap=True, weights_only=True)
-        for live, stored in zip(tensors_of(self._state), tensors_of(loaded), strict=True):
-            live.copy_(stored)
-        self._state["trainer"].update(loaded["trainer"])
+        copy_into(self._state, torch.load(self._files.newest(), mmap=True, weights_only=True))
         return {}
-
-    def close(self) -> None:
-        pass

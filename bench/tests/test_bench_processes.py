@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -11,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.contenders import CONTENDERS
+from bench.compare import Exercise, comparing
+from bench.contenders import CONTENDERS, About, Kind
+from bench.environments import Ready, cache_directory, prepare
 from bench.errors import BenchError
 from bench.machine import Quietness
 from bench.process import Worker
@@ -19,6 +22,7 @@ from bench.replicate import replicating, watched_agents
 from bench.run import Run
 from bench.samples import Samples
 from bench.scratch import TMPFS, check_room, scratch_directory
+from bench.sections import QUICK_ONES
 from bench.slowdown import Loop, slowing_down
 from bench.spec import StateSpec
 
@@ -26,16 +30,56 @@ ROOT = Path(__file__).resolve().parents[2]
 SPEC = StateSpec(8, 1 << 16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONTENDERS)
 def test_every_contender_brings_back_what_it_saved(name: str) -> None:
-    with scratch_directory() as directory, Worker(name, SPEC, directory / "own") as worker:
+    python = _python_of(name)
+    with scratch_directory() as directory, Worker(name, SPEC, directory / "own", python=python) as worker:
         for step in (1, 2, 3):
-            assert worker.save(step).seconds > 0
+            answer = worker.save(step)
+            assert 0 < answer.seconds <= answer.safe
         worker.expect()
         assert worker.load().seconds > 0
         worker.expect("00000000/3")
         with pytest.raises(BenchError, match="expected a state with digest 00000000/3"):
             worker.load()
+        # On a CPU this one hands the tensors over as they are.
+        assert worker.is_isolated(4) is (name != "nvrx-persistent")
+        loop = worker.train(5, 4, 2, 3)
+        assert len(loop.blocked) == 2
+        assert 0 < sum(loop.blocked) < loop.seconds
+
+
+def _python_of(name: str) -> Path | None:
+    """Tests install nothing: what `make bench` has installed is tested too."""
+    environment = CONTENDERS[name].environment
+    if environment is None:
+        return None
+    if not (cache_directory() / environment / "installed").is_file():
+        pytest.skip(f"the environment of {environment} has not been made by `make bench`")
+    prepared = prepare(environment)
+    assert isinstance(prepared, Ready)
+    return prepared.python
+
+
+@pytest.mark.slow
+def test_a_contender_that_fails_or_takes_too_long_is_told_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    samples = Samples()
+    broken = About("bench.contenders.no_such_module:Nobody", Kind.SYNCHRONOUS, "broken")
+    monkeypatch.setitem(CONTENDERS, "broken", broken)
+    with scratch_directory() as directory:
+        run = Run(directory, samples, Quietness(), lambda _: None)
+        comparing(run, "compare", SPEC, ["broken", "torch.save"], 1, Exercise(2, 1, 1, 2, 0.01, 1, 120.0))
+        comparing(run, "small", SPEC, ["torch.save"], 1, Exercise(2, 1, 1, 2, 0.01, 1, 0.0))
+        assert not list(directory.iterdir())
+    assert "failed: " in samples.broken_off["compare", "broken"]
+    assert samples.isolated["compare", "torch.save"] is True
+    for measure in ("first save", "save", "safe", "load", "loop", "loop: blocked"):
+        assert samples.get("compare", "torch.save", measure).best > 0
+    assert ("compare", "torch.save", "load", "flashckpt") in samples.ratios
+    assert samples.broken_off["small", "torch.save"] == "a visit took longer than 0 s"
 
 
 def test_memory_of_a_staged_copy_is_seen() -> None:
@@ -91,10 +135,39 @@ def test_sections_of_replication_give_every_figure_and_end_their_agents() -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_quick_run_measures_compares_and_writes_everything(tmp_path: Path) -> None:
+    """The whole harness, small: on a quiet machine it takes a minute."""
+    page, result, text, pictures = tmp_path / "a.html", tmp_path / "a.json", tmp_path / "a.txt", tmp_path / "pictures"
+    done = subprocess.run(
+        [sys.executable, "-m", "bench", "--quick", "--html", page, "--json", result, "--text", text, "--png", pictures],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=800,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(result.read_text())
+    measured = {(one["section"], one["contender"]) for one in told["samples"]}
+    for section in ("compare", "small"):
+        for contender in ("memcpy", "flashckpt", *QUICK_ONES):
+            assert (section, contender) in measured
+    assert ("replicate", "flashckpt-replicated") in measured
+    assert {one["axis"] for one in told["growth"]} == {"tensors", "bytes", "ranks", "nodes"}
+    assert not told["left_out"]
+    assert not told["broken_off"]
+    assert all(one["value"] for one in told["isolated"])
+    assert "flashckpt against the best of the others" in page.read_text()
+    assert "Growth: a straight line" in text.read_text()
+    assert (pictures / "comparison.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nothing_stays_behind(number: signal.Signals) -> None:
     run = subprocess.Popen(
-        [sys.executable, "-m", "bench", "--quick", "--size", "8M", "--only", "steady", "--rounds", "100000"],
+        [sys.executable, "-m", "bench", "--size", "8M", "--only", "steady", "--rounds", "100000", "--wait", "0"],
         cwd=ROOT,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

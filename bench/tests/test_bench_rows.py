@@ -9,7 +9,8 @@ import pytest
 from rich.console import Console
 
 from bench.machine import Machine
-from bench.report import Report, as_json, show
+from bench.report import show
+from bench.result import Report, as_json
 from bench.rows import make_rows
 from bench.samples import NotMeasuredError, Samples
 from bench.sections import Options, plan_sections
@@ -45,7 +46,6 @@ def complete() -> Samples:
             (name, "load after restart"): [0.1, 0.1],
         }
     fill(samples, "first", first | {("flashckpt-prewarmed", "prewarm"): [0.5, 0.5]})
-    fill(samples, "versus dcp-async", both | {("dcp-async", "save"): [0.2], ("dcp-async", "load"): [0.2]})
     grown = {("flashckpt", "first save"): [float(1 << 29)], ("flashckpt", "save"): [0.0], ("dcp", "save"): [0.0]}
     fill(samples, "memory", grown)
     return samples
@@ -67,7 +67,6 @@ def test_medians_decide_and_losses_are_shown() -> None:
     memory = rows["growth of the trainer's anonymous memory during a save, of the state"]
     assert memory.value == pytest.approx(50)
     assert memory.met is False
-    assert rows["steady save against the time that dcp.async_save blocks"].met is None
 
 
 @pytest.mark.parametrize("only", [section.name for section in plan_sections(OPTIONS)])

@@ -14,7 +14,8 @@ from rich.console import Console
 from bench.agents import Agent, end_agents
 from bench.errors import BenchError
 from bench.machine import Machine, Quietness
-from bench.report import Report, show
+from bench.report import show
+from bench.result import Report
 from bench.rows import make_rows
 from bench.run import turn
 from bench.samples import Samples

@@ -1,0 +1,124 @@
+"""The plots as PNG files, for documents that can't hold SVG. Drawn with matplotlib."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullFormatter
+
+from bench.plots import make_dot_plots, make_growth_plots
+from bench.svg import format_seconds
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bench.plots import DotPlot, GrowthPlot
+    from bench.result import Report
+
+_SCHEMES: dict[str, dict[str, str]] = {
+    "": {
+        **{"paper": "#ffffff", "ink": "#1c2330", "faint": "#5c6675", "line": "#dfe3ea", "band": "#e8f1fc"},
+        **{"ours": "#0b6bcb", "second": "#b3530b", "other": "#6b7686", "limit": "#a3acb9", "alias": "#c02d2d"},
+    },
+    "-dark": {
+        **{"paper": "#12161d", "ink": "#e6e9ef", "faint": "#9aa5b5", "line": "#2b3340", "band": "#17283e"},
+        **{"ours": "#5aa9ff", "second": "#f0a35e", "other": "#a4afbf", "limit": "#6a7586", "alias": "#ff7b72"},
+    },
+}
+_IN_PICTURE = 4  # the first plots, two by two; the others are on the page
+_DPI = 144
+
+
+def write_pictures(report: Report, directory: Path) -> list[Path]:
+    """comparison.png and growth.png, and each for a dark background."""
+    written = []
+    for suffix, colours in _SCHEMES.items():
+        dots, growths = make_dot_plots(report.samples)[:_IN_PICTURE], make_growth_plots(report.samples)
+        if dots:
+            written.append(_save(_compare(dots, colours), directory / f"comparison{suffix}.png", colours))
+        if growths:
+            written.append(_save(_grow(growths, colours), directory / f"growth{suffix}.png", colours))
+    return written
+
+
+def _save(figure: Figure, path: Path, colours: dict[str, str]) -> Path:
+    with mpl.rc_context({"savefig.facecolor": colours["paper"]}):
+        figure.savefig(path, dpi=_DPI)
+    return path
+
+
+def _compare(plots: list[DotPlot], colours: dict[str, str]) -> Figure:
+    rows = math.ceil(len(plots) / 2)
+    most = max(len(plot.dots) for plot in plots)
+    figure = Figure(figsize=(14, rows * (1.0 + 0.27 * most)), layout="constrained")
+    all_axes = figure.subplots(rows, min(2, len(plots)), squeeze=False)
+    for number, plot in enumerate(plots):
+        axes = all_axes[number // 2][number % 2]
+        _style(axes, colours, plot.title)
+        ordered = sorted(plot.dots, key=lambda dot: -dot.value)
+        for y, dot in enumerate(ordered):
+            colour = colours[dot.group]
+            if dot.group == "ours":
+                axes.axhspan(y - 0.5, y + 0.5, color=colours["band"], zorder=0)
+            axes.hlines(y, dot.low, dot.high, color=colour, alpha=0.5, linewidth=2)
+            face = colours["paper"] if dot.group == "alias" else colour
+            axes.plot(dot.value, y, "o", color=colour, markerfacecolor=face, markersize=6)
+            axes.annotate(
+                format_seconds(dot.value), (1.01, y), xycoords=("axes fraction", "data"),
+                va="center", fontsize=8.5, color=colours["ink"],
+            )  # fmt: skip
+        axes.set_xscale("log")
+        axes.set_yticks(range(len(ordered)), [dot.label for dot in ordered], fontsize=9)
+        for label, dot in zip(axes.get_yticklabels(), ordered, strict=True):
+            label.set_fontweight("bold" if dot.group == "ours" else "normal")
+            label.set_color(colours["alias"] if dot.group == "alias" else colours["ink"])
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_seconds(value)))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.grid(axis="x", color=colours["line"])
+    for spare in all_axes.flat[len(plots) :]:
+        spare.set_visible(False)
+    return figure
+
+
+def _grow(plots: list[GrowthPlot], colours: dict[str, str]) -> Figure:
+    figure = Figure(figsize=(14, 3.6 * math.ceil(len(plots) / 2)), layout="constrained")
+    all_axes = figure.subplots(math.ceil(len(plots) / 2), min(2, len(plots)), squeeze=False)
+    for number, plot in enumerate(plots):
+        axes = all_axes[number // 2][number % 2]
+        _style(axes, colours, plot.title)
+        for growth, name in zip(plot.growths, ("ours", "second", "other"), strict=False):
+            xs, medians, lows, highs = zip(*growth.points, strict=True)
+            axes.vlines(xs, lows, highs, color=colours[name], alpha=0.5, linewidth=2)
+            axes.plot(xs, medians, "o", color=colours[name], label=growth.name)
+            spread = [xs[0] * (xs[-1] / xs[0]) ** (i / 60) for i in range(61)]
+            axes.plot(spread, [growth.line.at(x) for x in spread], "--", color=colours[name], linewidth=1.4)
+        if plot.logarithmic:
+            axes.set_xscale("log")
+            axes.set_yscale("log")
+        else:
+            axes.set_ylim(bottom=0)
+        axes.set_xticks(sorted({point[0] for growth in plot.growths for point in growth.points}))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _, plot=plot: plot.x_text(value)))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_seconds(value) if value else "0"))
+        axes.tick_params(axis="x", labelsize=8, labelrotation=30 if plot.logarithmic else 0)
+        axes.grid(color=colours["line"])
+        legend = axes.legend(
+            title=plot.text.replace("; ", "\n"), fontsize=8, title_fontsize=8, facecolor=colours["paper"]
+        )
+        for text in (*legend.get_texts(), legend.get_title()):
+            text.set_color(colours["ink"])
+        legend.get_frame().set_edgecolor(colours["line"])
+    return figure
+
+
+def _style(axes: Any, colours: dict[str, str], title: str) -> None:
+    axes.set_facecolor(colours["paper"])
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=colours["ink"])
+    axes.tick_params(colors=colours["ink"], which="both", length=0)
+    axes.set_axisbelow(True)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
