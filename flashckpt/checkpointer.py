@@ -24,6 +24,7 @@ from flashckpt.errors import (
     ConfigError,
     ConflictError,
     CorruptShardError,
+    DeadlineError,
     FencedError,
     FlashError,
     NotFoundError,
@@ -41,10 +42,11 @@ from flashckpt.persist.restore import load_newest, remember_fence, take_disk_inv
 from flashckpt.save.handle import SaveHandle
 from flashckpt.save.overlap import Overlap
 from flashckpt.save.plan import Planner, SavePlan
+from flashckpt.save.prewarm import Prewarm
 from flashckpt.save.retention import State, Verdict
 from flashckpt.save.slots import OwnSlots
 from flashckpt.save.snapshot import when_ready
-from flashckpt.save.values import pack
+from flashckpt.save.values import KnownPaths, pack
 from flashckpt.save.write import ShardWriter
 from flashckpt.state.flatten import Flat, flatten
 from flashckpt.store.slots import SlotStore
@@ -133,10 +135,12 @@ class Checkpointer:
             undo.pop_all()
         self._writer = ShardWriter(self._store, self._slots, self._settings.job, self.config, self._threads)
         self._planner = Planner(self._topology)
+        self._paths = KnownPaths()
         self._seq = 0
         self._last_step: int | None = None
         self._agreed = False  # ranks compared what they are going to store
         self._overlap = Overlap()
+        self._prewarm = Prewarm()
         self._anchored = False  # what this launch saves is known to follow what is there
 
     def _open_slots(self, launch: Launch) -> tuple[Slots, NodeMemory]:
@@ -220,6 +224,7 @@ class Checkpointer:
         """The part of a save that moves bytes. Local; also in the thread of an overlapped save."""
         shard = ShardId(generation, self._topology.rank, self._topology.world)
         try:
+            self._finish_prewarm(self.config.save_timeout)
             written = self._writer.write(shard, plan, flat, values, on_staged=handle.stage, ready=ready)
         except BaseException as error:
             self._slots.void(generation)
@@ -239,10 +244,12 @@ class Checkpointer:
         if not self._settings.disabled:
             self._overlap.settle(self.config.save_timeout + self.config.peer_timeout)
 
-    def prewarm(self, state_dict: Mapping[Any, Any]) -> None:
-        """Allocates and faults the slots ahead of the first save. Collective.
+    def prewarm(self, state_dict: Mapping[Any, Any], *, background: bool = False) -> None:
+        """Allocates, maps and faults the slots ahead of the first save. Collective.
 
-        Raises NoSpaceError, with figures, where the node's memory can't hold what the ranks are going to save.
+        Raises NoSpaceError, with figures, where the node's memory can't hold what the ranks are going to save. With
+        `background` it returns once that is known, and a thread of low priority goes on; a save that comes
+        meanwhile waits for it where it would do the same work.
         """
         with self._alone("prewarm"):
             if self._settings.disabled:
@@ -250,7 +257,19 @@ class Checkpointer:
             flat, plan, values = self._prepare(state_dict, None)
             plan = self._agree_on(plan, flat, values)
             place = self._writer.geometry(plan, values)
-            self._slots.prepare(place.file_length_bytes)
+            self._finish_prewarm(self.config.start_timeout)
+            size_bytes, rank = place.file_length_bytes, self._topology.rank
+            if background:
+                self._prewarm.start(lambda: self._slots.prepare(size_bytes, rank))
+            else:
+                self._slots.prepare(size_bytes, rank)
+
+    def _finish_prewarm(self, timeout: float) -> None:
+        if not self._prewarm.wait(timeout):
+            raise DeadlineError(
+                f"the memory for saves was not there within {timeout:g} s",
+                hint="the agent, or a machine that has no core left, is slow: see its log",
+            )
 
     # --- load -----------------------------------------------------------------------------------------------
 
@@ -373,6 +392,7 @@ class Checkpointer:
             self._anchor(step)
             generation = self._next_generation(step)
             try:
+                self._finish_prewarm(self.config.save_timeout)
                 self._writer.write(ShardId(generation, rank, world), plan, flat, values)
             except BaseException:
                 self._slots.void(generation)
@@ -443,6 +463,7 @@ class Checkpointer:
             with contextlib.suppress(Exception):  # its handle tells
                 self.settle()
             self._overlap.close()
+            self._prewarm.wait(self.config.start_timeout)
             self._slots.close()
             self._writer.close()
             self._store.close()
@@ -582,7 +603,8 @@ class Checkpointer:
             _check_mapping("extra", {} if extra is None else extra)
             with collector_paused():
                 flat = flatten(state_dict)
-                return flat, self._planner.plan(flat), pack(flat, extra, self.config.allow_torch_save)
+                values = pack(flat, extra, self.config.allow_torch_save, self._paths)
+                return flat, self._planner.plan(flat), values
         except Exception:
             if not self._agreed:
                 # The others are on their way to the comparison: an empty answer tells them not to wait.

@@ -176,6 +176,10 @@ class CheckpointConfig:
     """A manager copies beside the next forward and backward pass, and `optimizer.step()` waits only for what is not
     copied yet. False: it copies in `save()`, where the host has no core to spare."""
 
+    prewarm: bool = True
+    """A manager makes the memory for its saves in the background, at the first step that is not saved: the first save
+    then is as quick as the others. False: the first saves make it."""
+
     async_mode: str | None = None
     """The same by the names that TorchTitan uses: "disabled", "async" or "async_with_pinned_mem". None: `overlap`."""
 

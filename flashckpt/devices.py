@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -51,6 +52,12 @@ def as_bits(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.itemsize == 16:
         return torch.view_as_real(tensor).view(torch.int64)
     return tensor.view(_BY_ITEMSIZE[tensor.itemsize])
+
+
+@cache
+def has_accelerator() -> bool:
+    """Whether any tensor of this process can be elsewhere than in its own memory."""
+    return torch.accelerator.is_available()
 
 
 def event_of(device: torch.device) -> torch.Event:

@@ -78,6 +78,7 @@ class CheckpointManager:
         self._seen: int | None = None  # the step that `save` was last called for
         self._said: tuple[Mapping[str, Any] | None, Mapping[str, Any] | None] = (None, None)  # extra, compat with it
         self._loaded_step: int | None = None
+        self._prewarmed = False  # or nothing is left to make ahead
         self._locked = False
         self._closed = False
         self._signals: SignalHandlers | None = None
@@ -139,6 +140,7 @@ class CheckpointManager:
         self._cooldown.note(step, decision.save)
         self._poll()
         if not decision.save:
+            self._prewarm_once()
             return None
         handle = self._snapshot(step, extra, compat)
         if decision.persist and handle.persists and self._checkpointer.topology.rank == 0:
@@ -214,11 +216,25 @@ class CheckpointManager:
             log.warning("step %d: not asked to be persisted: %s", handle.step, error)
             return True
 
-    def prewarm(self) -> None:
-        """Makes the memory that saves will need ahead of the first one. Collective; once the optimizer took a step."""
+    def prewarm(self, *, background: bool = False) -> None:
+        """Makes the memory that saves will need ahead of the first one. Collective; once the optimizer took a step.
+
+        With `background` it returns once it is known that the memory suffices. With `config.prewarm` that happens by
+        itself, at the first call of `save` that saves nothing yet.
+        """
         self._check_free("prewarm")
         self.maybe_wait_for_staging()
-        self._checkpointer.prewarm(self._state.capture(overlap=False))
+        self._prewarmed = True
+        self._checkpointer.prewarm(self._state.capture(overlap=False), background=background)
+
+    def _prewarm_once(self) -> None:
+        """The optimizer took a step, so the state has its size. All ranks are here: a save is due for all or none."""
+        if self._prewarmed or not self.config.prewarm or self.config.load_only or self._checkpointer.disabled:
+            return
+        try:
+            self.prewarm(background=True)
+        except FlashError as error:
+            log.warning("no memory was made ahead of the first save, which will meet this too: %s", error)
 
     # --- load -----------------------------------------------------------------------------------------------
 

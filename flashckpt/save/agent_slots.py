@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from flashckpt.errors import ConfigError, FencedError, FlashError, NotFoundError
 from flashckpt.placement import place
+from flashckpt.save.slots import lacking
 from flashckpt.types import Launch, Level, Session, age_order
 
 if TYPE_CHECKING:
@@ -110,14 +111,18 @@ class AgentSlots:
     def void(self, generation: Generation) -> None:
         self._tell(lambda client, ticket, _: client.void(ticket, generation), "giving a generation up")
 
-    def prepare(self, size_bytes: int) -> None:
+    def prepare(self, size_bytes: int, rank: int) -> None:
         # What is being flushed stays while newer generations are written.
-        count = self._config.slots + (self._session.persist is not None)
+        count = lacking(self._store, rank, self._config.slots + (self._session.persist is not None))
+        if count == 0:
+            return
         self._link.call(
             lambda client, ticket, left: client.prepare(ticket, size_bytes, count, left),
             self._config.start_timeout,
             "preparing slots",
         )
+        # The agent has made the memory, and it is charged for it; to map it takes as long as a copy, and is ours to do.
+        self._store.map_free(size_bytes)
 
     def follow(self, handle: SaveHandle) -> None:
         if handle.generation is None:

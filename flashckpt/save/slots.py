@@ -58,8 +58,8 @@ class Slots(Protocol):
     def void(self, generation: Generation) -> None:
         """This rank will not complete the generation: the others need not wait for it. Never raises."""
 
-    def prepare(self, size_bytes: int) -> None:
-        """Makes the slots ahead that this rank still lacks."""
+    def prepare(self, size_bytes: int, rank: int) -> None:
+        """Makes the slots ahead that this rank still lacks, mapped and faulted. Also in a thread."""
 
     def follow(self, handle: SaveHandle) -> None:
         """Tells the handle of every further level that its generation reaches."""
@@ -130,10 +130,8 @@ class OwnSlots:
         with contextlib.suppress(FlashError, OSError):
             self._store.mark_void(generation)
 
-    def prepare(self, size_bytes: int) -> None:
-        me = Owner.current()
-        mine = sum(one.writer == me for one in self._store.scan())
-        self._store.prepare(size_bytes, max(0, self._config.slots - mine))
+    def prepare(self, size_bytes: int, rank: int) -> None:
+        self._store.prepare(size_bytes, lacking(self._store, rank, self._config.slots))
 
     def follow(self, handle: SaveHandle) -> None:
         """Sealed is as far as it gets."""
@@ -169,6 +167,11 @@ class OwnSlots:
                 step=shard.generation.step,
             )
         time.sleep(_POLL_SECONDS)
+
+
+def lacking(store: SlotStore, rank: int, slots: int) -> int:
+    """How many of its slots a rank does not have yet. What it sealed, also in an earlier launch, is used again."""
+    return max(0, slots - sum(one.shard.rank == rank for one in store.scan()))
 
 
 def judge_store(store: SlotStore, launch: Launch) -> tuple[tuple[Sealed, ...], dict[Generation, Verdict]]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashckpt import native
 from flashckpt.collector import collector_paused
-from flashckpt.devices import Copier, DeviceCopy, event_of, native_address
+from flashckpt.devices import Copier, DeviceCopy, event_of, has_accelerator, native_address
 from flashckpt.failpoints import failpoint
 from flashckpt.state.regions import local_parts, narrow, plain_local
 
@@ -66,6 +66,8 @@ def snapshot(
 def when_ready(flat: Flat) -> dict[torch.device, torch.Event]:
     """For each accelerator that the state is on: an event behind what the caller has queued on it so far."""
     devices: set[torch.device] = set()
+    if not has_accelerator():
+        return {}
     for fqn, tensor in flat.tensors.items():
         local = plain_local(tensor)
         devices.update(part.device for part in ([local] if local is not None else local_parts(fqn, tensor)))

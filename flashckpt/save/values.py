@@ -11,7 +11,7 @@ import torch
 
 from flashckpt.devices import as_bits
 from flashckpt.errors import ConfigError, StructureError, UnsupportedValueError
-from flashckpt.format.values import Blob, decode_values, encode_values
+from flashckpt.format.values import Blob, Encoded, decode_values, encode_once, encode_values
 from flashckpt.state.flatten import path_of
 
 if TYPE_CHECKING:
@@ -36,7 +36,22 @@ class Values:
         return path_of(fqn, self.paths)
 
 
-def pack(flat: Flat, extra: Mapping[str, Any] | None, allow_torch_save: bool) -> bytes:
+class KnownPaths:
+    """The paths of the last save, encoded: they are most of what is packed, and the same from save to save."""
+
+    def __init__(self) -> None:
+        self._last: tuple[dict[str, Path], Encoded] | None = None
+
+    def encode(self, paths: dict[str, Path]) -> Any:
+        if self._last is None or self._last[0] != paths:
+            encoded = encode_once(paths)
+            if encoded is None:
+                return paths
+            self._last = paths, encoded
+        return self._last[1]
+
+
+def pack(flat: Flat, extra: Mapping[str, Any] | None, allow_torch_save: bool, known: KnownPaths | None = None) -> bytes:
     """Raises UnsupportedValueError, naming key and type, for what the typed encoding can't hold."""
     for fqn in flat.values:
         if fqn.startswith("\x1f"):
@@ -44,7 +59,7 @@ def pack(flat: Flat, extra: Mapping[str, Any] | None, allow_torch_save: bool) ->
     packed = dict(flat.values)
     paths = {fqn: flat.paths[fqn] for fqn in flat.values if fqn in flat.paths}
     if paths:
-        packed[_PATHS] = paths
+        packed[_PATHS] = paths if known is None else known.encode(paths)
     own = [fqn for fqn in flat.values if fqn in flat.per_rank]
     if own:
         packed[_PER_RANK] = own

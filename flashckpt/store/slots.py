@@ -206,6 +206,14 @@ class SlotStore(JobFiles):
             for slot in slots:
                 self.abandon(slot)
 
+    def map_free(self, size_bytes: int) -> int:
+        """Trainers: maps and faults the free slots of that size that lie ready for this process. Returns how many.
+
+        They stay where they are. Once an agent grants one, attach() finds it mapped.
+        """
+        self._check_usable()
+        return self._supply.map_free(size_bytes)
+
     def seal(self, slot: Slot | SlotFile, shard: ShardId, tag: int = 0) -> Sealed:
         """Makes the slot a shard. ConflictError, and the slot stays as it was, where the shard exists.
 

@@ -170,6 +170,32 @@ class Supply:
             raise
         return self._ready(fd, slot_id, size_bytes, mapping)
 
+    def map_free(self, size_bytes: int) -> int:
+        """Maps our free slots of that size that are not mapped yet; nobody resizes them while we live."""
+        free, _ = self.free_slots(self._owner.__eq__)
+        mapped = 0
+        for one in free:
+            if one.slot_id in self._mappings or one.size_bytes != size_bytes or one.has_holes:
+                continue
+            try:
+                fd = self._directory.open_file(State.POOL, one.name, write=True)
+            except FileNotFoundError:
+                continue  # granted or given up meanwhile
+            try:
+                found = os.fstat(fd)
+                if found.st_size != size_bytes or self.has_holes(found):
+                    os.close(fd)
+                    continue
+                mapping = Mapping(fd, size_bytes, huge_pages=self._huge_page_bytes > 0)
+            except BaseException:
+                os.close(fd)
+                raise
+            self._mappings[one.slot_id] = mapping
+            with mapping.view() as view:
+                native.prefault(view, self._threads)
+            mapped += 1
+        return mapped
+
     def own_view(self, slot_id: int, found: os.stat_result) -> memoryview | None:
         """Of the mapping that this process has of the file; it stays while the view does."""
         mapping = self._fitting(slot_id, found, found.st_size)

@@ -685,6 +685,31 @@ def test_prewarm_then_save_allocates_nothing(make, memory_dir):
     assert {path.stat().st_ino for path in sealed_files(memory_dir)} == pool
 
 
+def test_prewarm_in_the_background_is_done_before_the_save_writes(make, memory_dir):
+    state = {"t": torch.ones(1 << 20)}
+    checkpointer = make()
+    checkpointer.prewarm(state, background=True)
+    assert checkpointer.save(1, state).outcome == "ok"
+    pool = {path.stat().st_ino for path in Path(memory_dir, "job", "pool").iterdir()}
+    assert len(pool) == 1  # of the two that were made
+    inodes = pool | {path.stat().st_ino for path in sealed_files(memory_dir)}
+    for step in range(2, 6):
+        checkpointer.save(step, state)
+    assert {path.stat().st_ino for path in sealed_files(memory_dir)} == inodes
+
+
+def test_a_prewarm_that_fails_in_the_background_is_logged_and_saves_go_on(make, caplog, monkeypatch):
+    checkpointer = make()
+
+    def refuse(*_: object) -> None:
+        raise OSError("no memory today")
+
+    monkeypatch.setattr(checkpointer._slots, "prepare", refuse)
+    checkpointer.prewarm({"t": torch.ones(9)}, background=True)
+    assert checkpointer.save(1, {"t": torch.ones(9)}).outcome == "ok"
+    assert "no memory today" in caplog.text
+
+
 def test_slots_are_reused_after_a_restart(make, memory_dir, run_python):
     """A new process takes over the memory of the one that died; nothing new is allocated."""
     code = (

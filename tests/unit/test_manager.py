@@ -476,6 +476,26 @@ def test_prewarm_makes_the_slots_ahead(job):
         assert manager.save(3).wait("sealed", timeout=60) == "ok"
 
 
+def test_the_first_step_that_is_not_saved_makes_the_slots_ahead(job):
+    one = job(interval=3)
+    with one.manager() as manager:
+        one.step()
+        assert manager.save(1).wait("sealed", timeout=60) == "ok"  # the first step is always saved
+        assert manager.checkpointer.store.status().pool.files == 0
+        one.step()
+        assert manager.save(2) is None
+        assert manager.checkpointer._prewarm.wait(60)
+        assert manager.checkpointer.store.status().pool.files == 1
+
+
+def test_nothing_is_made_ahead_where_the_config_says_so(job):
+    one = job(interval=3, prewarm=False, enable_first_step_checkpoint=False)
+    with one.manager() as manager:
+        one.step()
+        assert manager.save(1) is None
+        assert manager.checkpointer.store.status().pool.files == 0
+
+
 def test_keep_memory_keeps_the_newest_steps_whole(job):
     one = job(keep_memory=2, interval=1)
     with one.manager() as manager:

@@ -279,6 +279,19 @@ def test_slots_of_other_live_trainers_are_not_given_up(memory_dir, trainer):
         assert agent.check() == []
 
 
+def test_what_lies_ready_is_mapped_before_it_is_granted(agent, trainer):
+    agent.prepare_for(2 * K, 2, trainer.owner)
+    assert trainer.ask(f"store.map_free({3 * K})") == 0
+    assert trainer.ask(f"store.map_free({2 * K})") == 2
+    assert trainer.ask(f"store.map_free({2 * K})") == 0  # they are mapped already
+    ready = trainer.ask("mapped()")
+    assert len(ready) == 2
+    slot_id = agent.grant(2 * K, trainer.owner)
+    assert slot_id in ready
+    assert trainer.ask(f"attach({slot_id}, {2 * K}, 7)")
+    assert trainer.ask("mapped()") == ready
+
+
 def test_prepare_for(agent, trainer):
     agent.prepare_for(2 * K, 3, trainer.owner)
     ready = writers(agent, "pool")

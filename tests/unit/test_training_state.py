@@ -196,6 +196,13 @@ def test_every_generator_goes_on_where_it_was():
     assert {"python", "torch", "numpy"} <= set(state)
 
 
+def test_python_numbers_as_an_earlier_version_saved_them():
+    state = capture_rng() | {"python": random.getstate()}
+    wanted = random.random()
+    restore_rng(state)
+    assert random.random() == wanted
+
+
 # --- the whole --------------------------------------------------------------------------------------------
 
 
