@@ -77,7 +77,9 @@ class LocalStorage:
             # A step that was rolled back is written once more. Exchanged in one moment: `latest` may point to it.
             rename_exchange(self._path(stage.place), self._path(final))
             _sync_directory(self.root)
-            self.remove(stage.place)
+            # The step is there: what may be left of the old one goes with the next flush.
+            with contextlib.suppress(OSError):
+                self.remove(stage.place)
         _sync_directory(self.root)
         failpoint("after_persist_rename")
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import random
+import re
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
 import flashckpt
-from flashckpt import failpoints
+from flashckpt import failpoints, persist
 from flashckpt.persist.catalog import damaged, list_steps
 from flashckpt.persist.flush import flush
 from flashckpt.persist.spec import FlushSpec
@@ -21,6 +23,12 @@ POINTS = ["before_flush", "mid_flush", "before_persist_rename", "after_persist_r
 ACTIONS = ["kill", "error(ENOSPC)", "error(EDQUOT)", "error(EIO)"]
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+
+def test_no_failpoint_is_forgotten():
+    sources = Path(persist.__file__).parent.glob("*.py")
+    named = {name for source in sources for name in re.findall(r'failpoint\("(\w+)"\)', source.read_text())}
+    assert named == set(POINTS)
 
 
 def content(step, attempt):
@@ -55,7 +63,7 @@ def test_latest_is_whole_on_every_cycle(memory_dir, tmp_path, seed):
     fired = set()
     with flashckpt.Checkpointer(config) as checkpointer:
         step = 0
-        for cycle in range(40):
+        for cycle in range(100):
             if chance.random() < 0.15 and step > 2:
                 checkpointer.start_fresh()  # a rollback: steps are written once more
                 step -= chance.choice([1, 2])
@@ -82,6 +90,60 @@ def test_latest_is_whole_on_every_cycle(memory_dir, tmp_path, seed):
     if log.exists():
         fired = {line.split()[0] for line in log.read_text().splitlines()}
     assert len(fired) >= 4, fired
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+@pytest.mark.parametrize(
+    ("point", "again"),
+    # A step that is written once more has `latest` already: it is not moved.
+    [(point, again) for point in POINTS for again in (False, True) if not (again and point == "before_latest")],
+)
+def test_every_failpoint(memory_dir, tmp_path, point, action, again):
+    """Steps 1 to 3 lie there, two are kept. Then a flush of step 4, or of step 3 once more after a rollback, meets the
+    fault: what lies there afterwards is whole, and the next flush leaves nothing of it."""
+    out, log = tmp_path / "out", tmp_path / "fired"
+    storage = open_storage(str(out))
+    saved = {}
+
+    def flushed(handle, armed=""):
+        spec = FlushSpec(
+            job="job",
+            memory_dir=memory_dir,
+            node_id="n",
+            generation=handle.generation,
+            world=1,
+            writers=(("n", (0,)),),
+            coordinates=True,
+            attempt=f"{len(saved):08x}{len(armed):08x}",
+            reason="test",
+            settings=PersistSettings(str(out), keep_latest_k=2),
+        )
+        return flush_in_child(spec, armed, log)
+
+    def save(step):
+        handle = checkpointer.save(step, {"a": content(step, len(saved)), "cycle": len(saved)})
+        saved[handle.generation] = (step, len(saved))
+        return handle
+
+    with flashckpt.Checkpointer(flashckpt.CheckpointConfig(job="job", memory_dir=memory_dir)) as checkpointer:
+        for step in (1, 2, 3):
+            promised = save(step)
+            assert flushed(promised)
+        if again:
+            checkpointer.start_fresh()
+        struck = save(3 if again else 4)
+        ended_well = flushed(struck, f"{point}={action}")
+        # A removal that fails is tried again later: the step is there all the same.
+        assert ended_well == (point == "mid_delete" and action != "kill")
+        assert log.read_text().split()[0] == point
+        check(storage, out, saved, (struck if ended_well else promised).generation, point)
+        assert flushed(struck)
+        check(storage, out, saved, struck.generation, point)
+        following = save(5)
+        assert flushed(following)
+        check(storage, out, saved, following.generation, point)
+        assert storage.latest() == "step-5"
+        assert not [name for name in os.listdir(out) if "tmp" in name or "deleting" in name]
 
 
 def check(storage, out, saved, promised, where):

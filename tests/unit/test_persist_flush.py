@@ -221,6 +221,15 @@ def test_a_step_that_is_written_once_more_replaces_the_old_one(checkpointer, mem
     assert sorted(os.listdir(tmp_path)) == ["latest", "step-4"]
 
 
+@pytest.mark.parametrize("concurrency", [1, 3])
+def test_a_limited_flush_is_as_slow_as_it_is_told_to_be(checkpointer, memory_dir, tmp_path, concurrency):
+    handle = checkpointer.save(1, {str(number): torch.randn(50_000) for number in range(3)})
+    told = flush(spec_of(memory_dir, tmp_path, handle, max_mbps=8.0, concurrency=concurrency))
+    assert told["size_bytes"] > 600_000
+    # A byte a microsecond, for all files together; what goes at once after a pause is 50 ms of it.
+    assert told["seconds"] > 0.6 - 0.05
+
+
 def test_leftovers_of_dead_flushes_go_and_retention_keeps_its_promises(checkpointer, memory_dir, tmp_path):
     (tmp_path / "step-1.tmp-00000000000000aa").mkdir()
     (tmp_path / "step-0.deleting-00000000000000ab").mkdir()
