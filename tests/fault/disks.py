@@ -64,6 +64,20 @@ class Disk:
     def read_only(self, on):
         _run("mount", "-o", f"remount,{'ro' if on else 'rw'}", self.point)
 
+    @contextlib.contextmanager
+    def after_power_failure(self):
+        """What a machine finds there that lost its power just now: only what has reached the device. Where it is
+        mounted; the disk itself goes on."""
+        with tempfile.TemporaryDirectory(dir=self._device.parent) as directory:
+            image, point = Path(directory) / "crashed.img", Path(directory) / "crashed"
+            _run("cp", "--sparse=always", self._device, image)
+            point.mkdir()
+            _run("mount", "-o", "loop", image, point)  # replays the journal
+            try:
+                yield point
+            finally:
+                _run("umount", point)
+
     def limit(self, name, size_bytes):
         """btrfs: a quota on a directory of its own, which is made; None lifts it."""
         if not (self.point / name).exists():
@@ -73,7 +87,7 @@ class Disk:
 
 
 @contextlib.contextmanager
-def disk(kind, directory):
+def disk(kind, directory, options=""):
     """The disk of that kind, below `directory`; unmounted at the end, come what may."""
     point = Path(tempfile.mkdtemp(prefix=f"{kind}-", dir=directory))
     image = point.with_suffix(".img")
@@ -83,7 +97,7 @@ def disk(kind, directory):
         with image.open("wb") as file:
             file.truncate(_BYTES[kind])
         _run(*_MKFS[kind], image)
-        _run("mount", "-o", "loop", image, point)
+        _run("mount", "-o", f"loop,{options}" if options else "loop", image, point)
     made = Disk(kind, point, image)
     try:
         yield made

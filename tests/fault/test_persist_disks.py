@@ -20,7 +20,7 @@ from flashckpt.persist.storage import open_storage
 from flashckpt.types import PersistSettings
 from tests.conftest import environment
 from tests.fault import disks
-from tests.fault.test_persist_kill import flush_in_child
+from tests.fault.test_persist_kill import POINTS, flush_in_child
 from tests.flushes import JOB, WAIT, assert_holds, checkpointers, flushers, persist_status, state, wait_until
 
 pytestmark = [
@@ -37,13 +37,13 @@ def reason_against(kind):
 
 @pytest.fixture
 def mounted(tmp_path):
-    """mounted(kind): such a disk, or the test is skipped with the reason."""
+    """mounted(kind, options): such a disk, or the test is skipped with the reason."""
     with contextlib.ExitStack() as stack:
 
-        def mount(kind):
+        def mount(kind, options=""):
             if reason_against(kind):
                 pytest.skip(reason_against(kind))
-            return stack.enter_context(disks.disk(kind, tmp_path))
+            return stack.enter_context(disks.disk(kind, tmp_path, options))
 
         yield mount
 
@@ -194,6 +194,46 @@ def test_a_disk_that_fills_up_after_every_so_many_bytes(mounted, memory_dir, tmp
     assert storage.latest() == "step-2"
     check_content(out / "latest", content(2))
     assert not [name for name in os.listdir(out) if "tmp" in name or "deleting" in name]
+
+
+@pytest.mark.parametrize("options", ["commit=1000", "commit=1000,data=writeback"])
+def test_power_failures(mounted, memory_dir, tmp_path, options):
+    """At each failpoint, and right after each flush that went well, the machine loses its power: what was promised is
+    there when it comes back. The file system itself syncs nothing for a quarter of an hour."""
+    disk = mounted("ext4", options)
+    out = disk.point / "out"
+    settings = PersistSettings(str(out), keep_latest_k=2)
+    promised, step = 0, 0
+    with flashckpt.Checkpointer(flashckpt.CheckpointConfig(job="job", memory_dir=memory_dir)) as checkpointer:
+        for number, point in enumerate([None, None, *POINTS, None]):
+            step += 1
+            handle = checkpointer.save(step, {"a": torch.arange(12_000.0) + step, "values": ["x", step]})
+            spec = FlushSpec(
+                job="job",
+                memory_dir=memory_dir,
+                node_id="n",
+                generation=handle.generation,
+                world=1,
+                writers=(("n", (0,)),),
+                coordinates=True,
+                attempt=f"{number:016x}",
+                reason="test",
+                settings=settings,
+            )
+            if flush_in_child(spec, "" if point is None else f"{point}=kill", tmp_path / "fired"):
+                promised = step
+            with disk.after_power_failure() as found:
+                latest = os.readlink(found / "out" / "latest")
+                assert int(latest.removeprefix("step-")) >= promised, point
+                for one in list_steps(open_storage(str(found / "out"))):
+                    if one.problem:
+                        continue
+                    check_content(
+                        found / "out" / one.name, {"a": torch.arange(12_000.0) + one.step, "values": ["x", one.step]}
+                    )
+                assert not {one.name: one.problem for one in list_steps(open_storage(str(found / "out")))}[latest]
+    assert {line.split()[0] for line in (tmp_path / "fired").read_text().splitlines()} == set(POINTS)
+    assert promised == step
 
 
 def check_content(path, expected):
