@@ -124,6 +124,7 @@ def _measure(options: Options, sections: list[Section], described: Machine, pati
     quietness = machine.Quietness()
     began = time.monotonic()
     samples = Samples()
+    interrupted = False
     columns = (TextColumn("{task.description:<40}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with (
         scratch_directory() as directory,
@@ -138,8 +139,11 @@ def _measure(options: Options, sections: list[Section], described: Machine, pati
             machine.wait_until_quiet(patience)
 
         run = Run(directory, samples, quietness, tell)
-        for section in sections:
-            section.measure(run)
+        try:
+            for section in sections:
+                section.measure(run)
+        except KeyboardInterrupt:  # an hour's figures are worth showing
+            interrupted = True
     return Report(
         machine=described,
         options=options,
@@ -148,7 +152,7 @@ def _measure(options: Options, sections: list[Section], described: Machine, pati
         others_share=quietness.others_share(),
         samples=samples,
         rows=make_rows(samples),
-        command=" ".join(["python -m bench", *sys.argv[1:]]),
+        command=" ".join(["python -m bench", *sys.argv[1:]]) + ("  # interrupted" if interrupted else ""),
     )
 
 

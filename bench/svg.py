@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from bench.fit import Line
 
-_ROW, _LABEL, _RIGHT, _TOP, _BOTTOM = 24, 222, 78, 8, 30
+_ROW, _LABEL, _RIGHT, _TOP, _BOTTOM = 22, 196, 66, 8, 28
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ def decades(low: float, high: float) -> list[float]:
     return [10.0**power for power in range(first, max(last, first + 1) + 1)]
 
 
-def dot_plot(title: str, dots: Sequence[Dot], width: int = 760) -> str:
+def dot_plot(title: str, dots: Sequence[Dot], width: int = 580) -> str:
     """Times on a logarithmic axis, the fastest on top. Further left is better."""
     ordered = sorted(dots, key=lambda dot: dot.value)
     ticks = decades(min(dot.low for dot in ordered), max(dot.high for dot in ordered))
