@@ -24,7 +24,7 @@ from bench.rows import make_rows
 from bench.run import Run, Section
 from bench.samples import Samples
 from bench.scratch import scratch_directory
-from bench.sections import Options, plan_sections
+from bench.sections import OTHERS, Options, plan_sections
 from bench.slowdown import Loop
 from bench.spec import parse_size
 
@@ -48,6 +48,7 @@ def _size(_: click.Context, __: click.Parameter, value: str | None) -> int | Non
 @click.option("--rounds", type=click.IntRange(1), help="Rounds of steady saves and loads. Default 9, with --quick 2.")
 @click.option("--quick", is_flag=True, help="A small state, few rounds, nothing to install: does it run, not how fast.")
 @click.option("--only", multiple=True, metavar="SECTION", help="Only sections whose name starts so; repeatable.")
+@click.option("--contender", "contenders", multiple=True, type=click.Choice(OTHERS), help="Compare only these.")
 @click.option("--visits", type=click.IntRange(1), help="Visits of each contender in the comparison. Default 3 (1).")
 @click.option("--wait", type=click.FloatRange(0), help="Seconds to wait for a quiet machine, before each step.")
 @click.option("--out", "directory", type=_OUT, help="Write all of the following into this directory.")
@@ -62,6 +63,7 @@ def main(
     rounds: int | None,
     quick: bool,
     only: tuple[str, ...],
+    contenders: tuple[str, ...],
     visits: int | None,
     wait: float | None,
     directory: Path | None,
@@ -83,6 +85,7 @@ def main(
         limit_seconds=60.0 if quick else 180.0,
         axes=QUICK if quick else FULL,
         is_quick=quick,
+        contenders=contenders,
     )
     sections = [one for one in plan_sections(options) if not only or one.name.startswith(only)]
     if not sections:

@@ -100,7 +100,10 @@ def from_json(told: dict[str, Any]) -> Report:
     axes = {name: tuple(value) if isinstance(value, list) else value for name, value in options.pop("axes").items()}
     return Report(
         machine=Machine(**told["machine"]),
-        options=Options(**options | {"loop": Loop(**options["loop"]), "axes": Axes(**axes)}),
+        options=Options(
+            **options
+            | {"loop": Loop(**options["loop"]), "axes": Axes(**axes), "contenders": tuple(options["contenders"])}
+        ),
         date=told["date"],
         duration=told["duration_seconds"],
         others_share=told["others_cpu_share"],

@@ -55,6 +55,7 @@ class Options:
     limit_seconds: float = 180.0  # for one visit
     axes: Axes = FULL
     is_quick: bool = False
+    contenders: tuple[str, ...] = ()  # of the comparison; none = everybody
 
     @property
     def exercise(self) -> Exercise:
@@ -116,10 +117,7 @@ def _all_sections(options: Options) -> list[Section]:
 
         return Section(name, visits * len(contenders), measure)
 
-    if options.is_quick:
-        everybody: tuple[str, ...] = QUICK_ONES
-    else:
-        everybody = OTHERS
+    everybody = options.contenders or (QUICK_ONES if options.is_quick else OTHERS)
 
     def medium(run: Run) -> None:
         replicating(run, "replicate 64 MiB", options.medium, 2 * rounds)

@@ -21,6 +21,9 @@ from bench.run import turn
 from bench.samples import Samples
 from bench.sections import Options, plan_sections
 from bench.slowdown import Loop
+from flashckpt.credentials import Bundle
+from flashckpt.lanes.policy import LanePolicy
+from flashckpt.rpc.lane_ends import LaneClient
 from flashckpt.rpc.send import Push
 from flashckpt.types import Generation, Launch, ShardId
 from flashckpt.v1 import peer_pb2
@@ -129,7 +132,8 @@ class Nobody:
 def test_the_time_of_a_push_is_found_in_the_log_of_an_agent(tmp_path, caplog) -> None:
     shard = ShardId(Generation(1, 2, step=7, seq=1), 0, 2)
     opening = PutOpen("node0", Launch(1, 2), None, shard, 0, b"d" * 16, 4100, 4096)
-    push = Push(opening, OneChunk(), "node1", None)
+    no_lanes = LaneClient("127.0.0.1:1", Bundle(b"", b"", b""), "node1", LanePolicy("grpc"), 1.0)
+    push = Push(opening, OneChunk(), "node1", None, no_lanes)
     sealed = peer_pb2.PutResponse(sealed=peer_pb2.PutSealed(digest=opening.digest)).SerializeToString()
     ready = peer_pb2.PutResponse(ready=peer_pb2.PutReady(next_head_offset=0, next_chunk=0)).SerializeToString()
     with caplog.at_level(logging.DEBUG, "flashckpt.rpc.send"):
