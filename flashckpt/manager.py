@@ -42,8 +42,9 @@ class CheckpointManager:
     """Saves and restores model, optimizers, schedulers, data loader and random numbers. Make one on every rank.
 
     `model` and `optimizer` may be lists (pipeline parts, several optimizers). `states` are further Stateful objects
-    or mappings by name. `save_policy(step) -> bool` replaces `config.interval`; `on_event` gets every `Event`, on the
-    training thread; `pre_snapshot` is called before each snapshot. Start and `load` are collective, `save` is local.
+    or mappings by name. `save_policy(step) -> bool` replaces `config.interval`; `keep_policy(step) -> bool`
+    makes steps permanent in persist_dir; `on_event` gets every `Event`, on the training thread; `pre_snapshot` is
+    called before each snapshot. Start and `load` are collective, `save` is local.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class CheckpointManager:
         rng: bool = True,
         process_group: dist.ProcessGroup | None = None,
         save_policy: Callable[[int], bool] | None = None,
+        keep_policy: Callable[[int], bool] | None = None,
         on_event: Callable[[Event], None] | None = None,
         pre_snapshot: Callable[[], None] | None = None,
     ) -> None:
@@ -72,6 +74,7 @@ class CheckpointManager:
         )
         self._check_names("config.exclude_from_loading", self.config.exclude_from_loading)
         self._policy = save_policy
+        self._keep_policy = keep_policy
         self._pre_snapshot = pre_snapshot
         self._recorder = Recorder(on_event)
         self._handle: SaveHandle | None = None  # of the newest save
@@ -123,6 +126,7 @@ class CheckpointManager:
         *,
         force: bool = False,
         persist: bool | None = None,
+        permanent: bool | None = None,
         extra: Mapping[str, Any] | None = None,
         compat: Mapping[str, Any] | None = None,
     ) -> SaveHandle | None:
@@ -131,18 +135,24 @@ class CheckpointManager:
         With `config.overlap` the copy goes on after this returns, and `optimizer.step()` waits for it; whoever
         changes parameters otherwise calls `maybe_wait_for_staging()` before. `extra` comes back as
         `LoadResult.extra`; `compat` is what a later `load(expect=…)` is compared with. `persist` asks for a copy in
-        persist_dir, or against it.
+        persist_dir, or against it. A `permanent` one neither counts for `keep_latest_k` nor is removed by it (None:
+        `keep_policy` says); True asks for the copy too.
         """
         self._check_free("save")
         stopping = self._signals is not None and self._signals.is_final(step)
+        if permanent is None:
+            permanent = self._keep_policy is not None and self._keep_policy(step)
+        elif permanent and persist is None and self.config.persist_dir is not None:
+            persist = True
         decision = self.decide(step, last_step=last_step, force=force or stopping, persist=persist)
+        wrapped = wrap_extra(extra, self._state.parts, compat, permanent)  # also where nothing is due: it may be wrong
         self._seen, self._said = step, (extra, compat)
         self._cooldown.note(step, decision.save)
         self._poll()
         if not decision.save:
             self._prewarm_once()
             return None
-        handle = self._snapshot(step, extra, compat)
+        handle = self._snapshot(step, wrapped)
         if decision.persist and handle.persists and self._checkpointer.topology.rank == 0:
             self._to_flush.append(handle)  # asked for once it is sealed, by one rank for all
         if step == 1 and self.config.enable_first_step_checkpoint:
@@ -155,17 +165,16 @@ class CheckpointManager:
                 raise SystemExit(self._signals.exit_code)
         return handle
 
-    def _snapshot(self, step: int, extra: Mapping[str, Any] | None, compat: Mapping[str, Any] | None) -> SaveHandle:
+    def _snapshot(self, step: int, extra: Mapping[str, Any]) -> SaveHandle:
         began = time.time()
         overlap = self.config.overlaps and bool(self._state.optimizers)  # without a gate nothing holds the caller back
         if self._pre_snapshot is not None:
             self._pre_snapshot()
-        wrapped = wrap_extra(extra, self._state.parts, compat)
         self.maybe_wait_for_staging()
         taken = time.perf_counter()
         state = self._state.capture(overlap=overlap)
         captured = time.perf_counter() - taken
-        handle = self._checkpointer.save(step, state, extra=wrapped, overlap=overlap)
+        handle = self._checkpointer.save(step, state, extra=extra, overlap=overlap)
         handle.blocked_seconds += captured
         self._handle = handle
         self._gate.close_behind(handle)

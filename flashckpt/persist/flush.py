@@ -20,7 +20,7 @@ from flashckpt.failpoints import failpoint
 from flashckpt.persist.catalog import list_steps, look
 from flashckpt.persist.exchange import Exchange
 from flashckpt.persist.index import encode_index
-from flashckpt.persist.meta import FileInfo, Meta, encode_meta, json_part
+from flashckpt.persist.meta import PERMANENT, FileInfo, Meta, encode_meta, json_part
 from flashckpt.persist.names import (
     META_JSON,
     METADATA,
@@ -151,7 +151,14 @@ def retain(storage: Storage, spec: FlushSpec) -> None:
     settings = spec.settings
     rules = KeepRules(settings.keep_latest_k, settings.keep_every, frozenset(settings.keep_steps))
     lying = [
-        Lying(one.name, one.step, one.order, not one.problem, one.meta is not None and one.meta.job == spec.job)
+        Lying(
+            one.name,
+            one.step,
+            one.order,
+            good=not one.problem,
+            ours=one.meta is not None and one.meta.job == spec.job,
+            permanent=one.meta is not None and one.meta.extra.get(PERMANENT) is True,
+        )
         for one in list_steps(storage)
     ]
     for name, reason in removable(lying, rules, storage.latest(), {step_name(spec.generation.step)}).items():

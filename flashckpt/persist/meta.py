@@ -21,6 +21,10 @@ class FileInfo:
     crc32c: int
 
 
+# A key of `extra` that a CheckpointManager sets: retention neither counts nor removes this step.
+PERMANENT = "flashckpt.permanent"
+
+
 @dataclass(frozen=True, slots=True)
 class Meta:
     job: str

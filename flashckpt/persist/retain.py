@@ -27,6 +27,7 @@ class Lying:
     order: tuple[int, int, int]  # newest last: launch first, then step
     good: bool
     ours: bool  # written by this job; others' are never touched
+    permanent: bool = False  # whoever saved it said so
 
 
 def is_permanent(step: int, rules: KeepRules) -> bool:
@@ -43,7 +44,7 @@ def removable(
     protected = {latest, newest, *busy}
     if rules.latest_k == 0:
         return {}
-    counted = [one for one in good if one.ours and not is_permanent(one.step, rules)]
+    counted = [one for one in good if one.ours and not one.permanent and not is_permanent(one.step, rules)]
     kept = {one.name for one in counted[-rules.latest_k :]}
     return {
         one.name: f"{rules.latest_k} newer steps are kept"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flashckpt.errors import ConfigError, MissingKeyError
+from flashckpt.persist.meta import PERMANENT
 from flashckpt.training.assemble import DATALOADER, MODEL, OPTIMIZER, RNG
 from flashckpt.training.compat import OnMismatch, guard
 
@@ -25,16 +26,21 @@ _STATE = f"{OPTIMIZER}.state."
 
 
 def wrap_extra(
-    extra: Mapping[str, Any] | None, parts: Iterable[str], compat: Mapping[str, Any] | None
+    extra: Mapping[str, Any] | None,
+    parts: Iterable[str],
+    compat: Mapping[str, Any] | None,
+    permanent: bool = False,
 ) -> dict[str, Any]:
-    """The user's extra with the manager's entry beside it."""
+    """The user's extra with the manager's entries beside it."""
     if extra is not None and not isinstance(extra, Mapping):
         raise ConfigError(f"extra: expected a mapping, found a {type(extra).__name__}")
     if compat is not None and not isinstance(compat, Mapping):
         raise ConfigError(f"compat: expected a mapping, found a {type(compat).__name__}")
-    if extra is not None and OURS in extra:
-        raise ConfigError(f"extra: the key {OURS!r} is the manager's own", hint="use another name")
-    return {**(extra or {}), OURS: {"manager": 1, "parts": list(parts), "compat": dict(compat or {})}}
+    for key in (OURS, PERMANENT):
+        if extra is not None and key in extra:
+            raise ConfigError(f"extra: the key {key!r} is the manager's own", hint="use another name")
+    marked = {PERMANENT: True} if permanent else {}
+    return {**(extra or {}), **marked, OURS: {"manager": 1, "parts": list(parts), "compat": dict(compat or {})}}
 
 
 def unwrap_extra(extra: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -42,6 +48,7 @@ def unwrap_extra(extra: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     if not isinstance(extra, Mapping):
         return {}, {}
     user = dict(extra)
+    user.pop(PERMANENT, None)
     ours = user.pop(OURS, {})
     return user, ours if isinstance(ours, dict) else {}
 

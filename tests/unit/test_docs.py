@@ -154,5 +154,6 @@ def test_the_coverage_table_names_tests_that_exist(identity, state, test):
         assert state in ("no", "n/a")
         return
     file, _, name = test.partition("::")
+    assert name, f"{identity}: expected the name of a test, found only the file {file}"
     text = (ROOT / "tests" / file).read_text()
-    assert not name or f"def {name}(" in text, test
+    assert f"def {name}(" in text, test

@@ -19,6 +19,7 @@ from flashckpt import CheckpointConfig, CheckpointManager
 from flashckpt.cli.entry import group
 from flashckpt.persist.flush import flush
 from flashckpt.persist.spec import FlushSpec
+from flashckpt.training.policy import power2_window
 from flashckpt.types import PersistSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -38,7 +39,7 @@ def step(model, optimizer):
     optimizer.zero_grad()
 
 
-def to_disk(memory_dir, out, handle):
+def to_disk(memory_dir, out, handle, **settings):
     flush(
         FlushSpec(
             job="job",
@@ -50,7 +51,7 @@ def to_disk(memory_dir, out, handle):
             coordinates=True,
             attempt=f"{handle.step:016x}",
             reason="test",
-            settings=PersistSettings(str(out)),
+            settings=PersistSettings(str(out), **settings),
         )
     )
 
@@ -230,6 +231,25 @@ def test_an_optimizer_by_numbers_is_refused_with_the_way_out(trained, memory_dir
         assert "numbers instead of names" in caplog.text
         manager.load(path=str(tmp_path / "their"), exclude_from_loading=["optimizer", "lr_scheduler"])
         assert same(other, model)
+
+
+def test_permanent_steps_stay_and_do_not_count(memory_dir, tmp_path):
+    model = nn.Linear(4, 4)
+    config = CheckpointConfig(job="job", memory_dir=memory_dir)
+    by_policy = {"keep_policy": power2_window(4, 8)}
+    with CheckpointManager(config, model=model, **by_policy) as manager:
+        for number in range(1, 12):
+            # What JSON can't hold must not take the mark with it.
+            handle = manager.save(
+                number, permanent=True if number == 2 else None, extra={"odd": b"bytes"}, compat={"x": {1}}
+            )
+            handle.wait("sealed", timeout=60)
+            to_disk(memory_dir, tmp_path, handle, keep_latest_k=2)
+        assert manager.load(path=str(tmp_path / "step-2")).extra == {"odd": b"bytes"}
+        with pytest.raises(flashckpt.ConfigError, match="manager's own"):
+            manager.save(12, extra={"flashckpt.permanent": True})
+    kept = sorted(int(name.partition("-")[2]) for name in os.listdir(tmp_path) if name.startswith("step-"))
+    assert kept == [2, 4, 5, 6, 8, 10, 11]
 
 
 def test_load_keys(trained, tmp_path):

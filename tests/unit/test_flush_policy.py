@@ -374,8 +374,8 @@ def test_beats_alone_order_nothing():
 # --- retention
 
 
-def lying(step, epoch=1, good=True, ours=True):
-    return Lying(f"step-{step}", step, (epoch, 0, step), good, ours)
+def lying(step, epoch=1, good=True, ours=True, **rest):
+    return Lying(f"step-{step}", step, (epoch, 0, step), good, ours, **rest)
 
 
 def test_retention_keeps_what_it_promises():
@@ -386,6 +386,8 @@ def test_retention_keeps_what_it_promises():
     assert list(removable(steps, KeepRules(2, every=3, steps=frozenset({1})), "step-7")) == ["step-2", "step-4"]
     # What latest names, what is being written, others' and what is not whole is not ours to judge.
     assert "step-2" not in removable(steps, KeepRules(2), "step-2")
+    marked = [lying(n, permanent=n == 2) for n in range(1, 8)]
+    assert list(removable(marked, KeepRules(2), "step-7")) == ["step-1", "step-3", "step-4", "step-5"]
     assert "step-3" not in removable(steps, KeepRules(2), "step-7", {"step-3"})
     others = [lying(step, ours=step > 5) for step in range(1, 8)]
     assert removable(others, KeepRules(2), "step-7") == {}

@@ -20,6 +20,7 @@ from flashckpt.persist.flush import flush
 from flashckpt.persist.names import METADATA, per_rank_key
 from flashckpt.persist.spec import FlushSpec, decode_spec, encode_spec
 from flashckpt.persist.storage import open_storage
+from flashckpt.transport.throttle import Throttle
 from flashckpt.types import PersistSettings
 
 pytestmark = [
@@ -239,6 +240,26 @@ def test_leftovers_of_dead_flushes_go_and_retention_keeps_its_promises(checkpoin
         flush(spec_of(memory_dir, tmp_path, handle, keep_latest_k=2, keep_every=2))
     assert sorted(os.listdir(tmp_path)) == ["latest", "notes", "step-2", "step-3", "step-4", "step-5"]
     assert os.readlink(tmp_path / "latest") == "step-5"
+
+
+def test_every_byte_goes_past_the_limit_of_the_node(checkpointer, memory_dir, tmp_path, monkeypatch):
+    taken = []
+
+    class Counted(Throttle):
+        def __init__(self, bytes_per_second):
+            super().__init__(None)
+            taken.append((bytes_per_second, []))
+
+        def take(self, size_bytes):
+            taken[-1][1].append(size_bytes)
+            return super().take(size_bytes)
+
+    monkeypatch.setattr("flashckpt.persist.flush.Throttle", Counted)
+    handle = checkpointer.save(1, {"a": torch.zeros(300_000)})
+    flush(spec_of(memory_dir, tmp_path, handle, max_mbps=8000.0))
+    ((limit, sizes),) = taken
+    assert limit == 1e9
+    assert sum(sizes) == sum(path.stat().st_size for path in (tmp_path / "step-1").glob("*.distcp")) > 1_200_000
 
 
 def test_per_rank_keys():

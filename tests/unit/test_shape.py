@@ -147,6 +147,23 @@ def test_decisions_are_pure():
         assert not used | standard, f"{name} is a decision, but imports {sorted(used | standard)}"
 
 
+def test_collectives_are_on_the_private_group():
+    """None of ours runs on a group of the user's: each call of one names the group that group.py has made."""
+    questions = {"get_rank", "get_world_size", "get_process_group_ranks", "is_available", "is_initialized", "new_group"}
+    script = {"demo", "testing"}  # trainings, which are users
+    for path in ROOT.rglob("*.py"):
+        if path.relative_to(ROOT).parts[0] in script:
+            continue
+        for call in ast.walk(ast.parse(path.read_text())):
+            if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
+                continue
+            if ast.unparse(call.func.value) not in ("dist", "torch.distributed") or call.func.attr in questions:
+                continue
+            given = [ast.unparse(one.value) for one in call.keywords if one.arg == "group"]
+            given += [ast.unparse(one) for one in call.args] if call.func.attr == "destroy_process_group" else []
+            assert (path.name, given) == ("group.py", ["self._group"]), f"{path}:{call.lineno}"
+
+
 def test_public_names():
     assert sorted(flashckpt.__all__) == flashckpt.__all__
     for name in flashckpt.__all__:
