@@ -248,6 +248,7 @@ class CheckpointConfig:
             ("agent", (None, "auto", "off")),
             ("transport", ("auto", "tcp", "grpc")),
             ("encrypt_data", (None, True, False)),
+            ("placement", ("ring", "group")),
         ):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name}: expected one of {allowed}, found {getattr(self, name)!r}")
@@ -320,8 +321,9 @@ class CheckpointConfig:
                 f"persist_dir: expected an absolute path or a URL, found {self.persist_dir!r}",
                 hint="agents do not know the working directory of the trainers",
             )
-        if self.persist_dir is None and (self.persist_interval or self.persist_interval_minutes):
-            raise ConfigError("persist_interval: expected persist_dir too, found none", hint="say where to flush to")
+        for name in ("persist_interval", "persist_interval_minutes"):
+            if self.persist_dir is None and getattr(self, name) is not None:
+                raise ConfigError(f"{name}: expected persist_dir too, found none", hint="say where to flush to")
         for name in ("persist_max_mbps", "persist_interval_minutes"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
@@ -337,7 +339,7 @@ class CheckpointConfig:
         if self.keep_latest_k == 1:
             raise ConfigError(
                 "keep_latest_k: expected 0 (all) or at least 2, found 1",
-                hint="with one, a crash while the next is written would leave none that is known to be good",
+                hint="at least 2 have to be kept, as the last one may be in the process of being saved",
             )
         if not all(isinstance(step, int) and step >= 0 for step in self.keep_steps):
             raise ConfigError(f"keep_steps: expected steps, found {self.keep_steps!r}")

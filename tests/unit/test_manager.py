@@ -6,13 +6,15 @@ import logging
 import os
 import signal
 import threading
+import time
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import flashckpt
-from flashckpt import CheckpointConfig, CheckpointManager, Level, PerRank, failpoints
+from flashckpt import CheckpointConfig, Checkpointer, CheckpointManager, Level, PerRank, failpoints
 
 
 class Loader:
@@ -456,6 +458,27 @@ def test_the_first_step_is_saved_and_read_back(job, monkeypatch, caplog):
         assert manager.decide(2).reason == "not a multiple of interval 100"
 
 
+def test_a_first_step_that_reads_back_wrong_is_an_error_in_the_log(job, memory_dir, monkeypatch, caplog):
+    read_back = Checkpointer.read_back
+
+    def rotten(checkpointer, handle):
+        (path,) = Path(memory_dir).glob("*/sealed/*")
+        with open(path, "r+b") as file:
+            file.seek(8192)
+            byte = file.read(1)
+            file.seek(8192)
+            file.write(bytes([byte[0] ^ 1]))
+        return read_back(checkpointer, handle)
+
+    monkeypatch.setattr(Checkpointer, "read_back", rotten)
+    one = job()
+    with one.manager() as manager:
+        one.step()
+        manager.save(1)
+        assert "saving does not work here" in caplog.text
+        assert "crc32c" in caplog.text
+
+
 def test_a_first_step_that_can_not_be_saved_is_an_error_in_the_log(job, monkeypatch, caplog):
     monkeypatch.setattr(failpoints, "_armed", failpoints.parse("before_copy=error(ENOSPC)*1"))
     one = job()
@@ -532,6 +555,31 @@ def test_pre_snapshot_and_events(job):
     kinds = [event.kind for event in events if event.step == 3]
     assert kinds[0] == "saved"
     assert {"staged", "sealed"} <= set(kinds)
+    assert all(event.size_bytes > 0 for event in events if event.kind == "sealed")
+    with job().manager(on_event=events.append) as manager:
+        result = manager.load()
+        assert (events[-1].kind, events[-1].step, events[-1].reason) == ("loaded", 3, "memory")
+        assert events[-1].seconds == manager.metrics().load_seconds == result.timings.total > 0
+
+
+def test_figures_of_saves_and_the_age_of_the_newest_at_each_level(job):
+    one = job(interval=1)
+    with one.manager() as manager:
+        assert manager.metrics().age_seconds == {}
+        for step in (1, 2):
+            one.step()
+            manager.save(step).wait("sealed", timeout=60)
+        first = manager.metrics()
+        assert first.newest_step == {"staged": 2, "sealed": 2}
+        assert first.saves == {"ok": 2, "skipped": 0, "failed": 0}
+        assert first.blocked_seconds > 0 < first.last_blocked_seconds
+        handle = manager.save(3)
+        manager.wait("sealed")
+        assert first.saved_bytes == 2 * handle.size_bytes > 0
+        time.sleep(0.05)
+        later = manager.metrics()
+        assert later.newest_step["sealed"] == 3
+        assert later.age_seconds["staged"] >= later.age_seconds["sealed"] >= 0.05
 
 
 def test_an_event_handler_that_fails_does_not_end_the_training(job, caplog):

@@ -13,10 +13,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import flashckpt
+from flashckpt import failpoints
 from flashckpt.errors import CorruptShardError
 from flashckpt.format.dtypes import ITEMSIZE
 from flashckpt.persist.catalog import damaged, list_steps
 from flashckpt.persist.flush import flush
+from flashckpt.persist.local import LocalStorage
 from flashckpt.persist.names import METADATA, per_rank_key
 from flashckpt.persist.spec import FlushSpec, decode_spec, encode_spec
 from flashckpt.persist.storage import open_storage
@@ -240,6 +242,40 @@ def test_leftovers_of_dead_flushes_go_and_retention_keeps_its_promises(checkpoin
         flush(spec_of(memory_dir, tmp_path, handle, keep_latest_k=2, keep_every=2))
     assert sorted(os.listdir(tmp_path)) == ["latest", "notes", "step-2", "step-3", "step-4", "step-5"]
     assert os.readlink(tmp_path / "latest") == "step-5"
+
+
+def test_a_failed_deletion_fails_no_flush_and_is_repeated(checkpointer, memory_dir, tmp_path, monkeypatch, caplog):
+    def deny(*_):
+        raise OSError(13, "Permission denied")
+
+    def save(step):
+        handle = checkpointer.save(step, {"a": torch.full((2,), float(step))})
+        flush(spec_of(memory_dir, tmp_path, handle, keep_latest_k=2))
+
+    for step in (1, 2, 3):
+        save(step)
+    assert not (tmp_path / "step-1").exists()
+    with monkeypatch.context() as broken:
+        broken.setattr(LocalStorage, "remove", deny)
+        save(4)
+    assert "step-2 could not be removed" in caplog.text
+    assert os.readlink(tmp_path / "latest") == "step-4"
+    save(5)
+    assert sorted(name for name in os.listdir(tmp_path) if name.startswith("step")) == ["step-4", "step-5"]
+
+
+def test_a_deletion_that_dies_half_way_leaves_no_step(checkpointer, memory_dir, tmp_path, monkeypatch):
+    """Invalid first, gone then: nobody may take the rest for a checkpoint."""
+    for step in (1, 2):
+        handle = checkpointer.save(step, {"a": torch.full((2,), float(step))})
+        flush(spec_of(memory_dir, tmp_path, handle))
+    monkeypatch.setattr(failpoints, "_armed", failpoints.parse("mid_delete=error(EIO)*1"))
+    with pytest.raises(OSError, match="Input/output error"):
+        LocalStorage(str(tmp_path)).remove("step-1")
+    assert [one.name for one in list_steps(LocalStorage(str(tmp_path)))] == ["step-2"]
+    assert any(".deleting-" in name for name in os.listdir(tmp_path))
+    flush(spec_of(memory_dir, tmp_path, checkpointer.save(3, {"a": torch.zeros(2)})))
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step-2", "step-3"]
 
 
 def test_every_byte_goes_past_the_limit_of_the_node(checkpointer, memory_dir, tmp_path, monkeypatch):
