@@ -337,6 +337,11 @@ def test_waiting_under_its_other_name(job, monkeypatch):
         assert manager.flush_pending_save() == "ok"
         assert handle.level is Level.SEALED
         assert not manager.is_pending
+        # And by its own name, also where the copy is made but not sealed yet.
+        monkeypatch.setattr(failpoints, "_armed", failpoints.parse("before_seal=sleep(0.3)*1"))
+        handle = manager.save(6)
+        assert manager.wait() == "ok"
+        assert handle.level is Level.SEALED
 
 
 def test_parts_that_are_left_as_they_are(job):
