@@ -4,13 +4,15 @@
 
 Two nodes on this machine (own agents, own memory directories, loopback), one rank each with a state of that size. Each
 round saves and replicates it, destroys the second node with its memory, starts the job again with a blank node in its
-place, and loads. In between, the same number of bytes goes once through one TCP connection. Then the own-node load
+place, and loads. In between, the same number of bytes goes through one TCP connection, once into memory that is warm,
+and once into memory that the receiver has to get first, as a blank node has to. Then the own-node load
 takes turns with `dcp.load` from tmpfs. Medians; every load is compared with what was saved.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -27,6 +29,7 @@ from bench.scratch import check_room, scratch_directory
 from bench.spec import StateSpec, format_size, parse_size
 from flashckpt.testing import Cluster
 
+SOCKETS = ("socket", "socket-into-new")
 PHASES = ("inventory", "verify", "plan", "retrieve", "read")
 _TENSORS = 100
 _LOST = 1  # the node
@@ -40,8 +43,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     spec = StateSpec.of_size(given.size, _TENSORS)
-    # Two states, two shards and two replicas of each; the state and what is received of the socket.
-    check_room(10 * spec.size_bytes)
+    # Two states, two shards and two replicas of each; the state and what is received of each socket.
+    check_room(12 * spec.size_bytes)
     with scratch_directory() as directory:
         lost = _lose_a_node(spec, given.rounds, directory)
     with scratch_directory() as directory:
@@ -58,12 +61,15 @@ def main() -> None:
 
 
 def _lose_a_node(spec: StateSpec, rounds: int, directory: Path) -> dict[str, list[float]]:
-    samples: dict[str, list[float]] = {name: [] for name in (*PHASES, "total", "socket")}
-    with Worker("socket", spec, directory / "socket") as socket:
-        socket.save(1)  # faults the receiver's mapping in
+    samples: dict[str, list[float]] = {name: [] for name in (*PHASES, "total", *SOCKETS)}
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(Worker(name, spec, directory / name)) for name in SOCKETS]
+        for socket in sockets:
+            socket.save(1)  # faults everything else in
         for number in range(rounds):
             print(f"node lost: {number + 1} of {rounds}", file=sys.stderr)
-            samples["socket"].append(socket.save(2 + number).seconds)
+            for socket in sockets:
+                samples[socket.contender].append(socket.save(2 + number).seconds)
             # A cluster of its own for each round, so that every replacement is as blank as the first.
             with Cluster(2, job="bench") as cluster:
                 told = recover_once(cluster, spec, directory / f"round{number}")
@@ -115,10 +121,11 @@ def _told(spec: StateSpec, lost: dict[str, list[float]], own: dict[str, list[flo
     gigabytes = spec.size_bytes / 1e9
     lines = [f"node lost, {format_size(spec.size_bytes)} fetched from its buddy (median of {len(lost['total'])})"]
     lines += [f"  {name:<12} {median[name] * 1000:9.1f} ms" for name in (*PHASES, "total")]
-    speeds = f"{gigabytes / median['retrieve']:.2f} against {gigabytes / median['socket']:.2f} GB/s"
-    ratio = median["socket"] / median["retrieve"]
+    for name, what in zip(SOCKETS, ("plain socket", "… into new memory"), strict=True):
+        speeds = f"{gigabytes / median['retrieve']:.2f} against {gigabytes / median[name]:.2f} GB/s"
+        ratio = median[name] / median["retrieve"]
+        lines.append(f"  {what:<17} {median[name] * 1000:9.1f} ms   retrieve is {ratio:.2f} of its speed ({speeds})")
     lines += [
-        f"  plain socket {median['socket'] * 1000:9.1f} ms   retrieve is {ratio:.2f} of its speed ({speeds})",
         f"own memory, {format_size(spec.size_bytes)} (median of {len(own['dcp'])})",
         f"  flashckpt    {median['flashckpt'] * 1000:9.1f} ms",
         f"  dcp.load     {median['dcp'] * 1000:9.1f} ms   {median['dcp'] / median['flashckpt']:.1f} times as long",

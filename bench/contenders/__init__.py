@@ -47,6 +47,9 @@ CONTENDERS = {
     "memcpy": About("bench.contenders.memcpy:MemcpyBlock", Kind.LIMIT, "memcpy, one block"),
     "memcpy-tensors": About("bench.contenders.memcpy:MemcpyTensors", Kind.LIMIT, "memcpy, by tensor", copies=2),
     "socket": About("bench.contenders.plain_socket:PlainSocket", Kind.LIMIT, "one TCP connection", copies=2),
+    "socket-into-new": About(
+        "bench.contenders.plain_socket:SocketIntoNew", Kind.LIMIT, "one TCP connection, into new memory", copies=2
+    ),
     "socket-tls": About("bench.contenders.plain_socket:TlsSocket", Kind.LIMIT, "the same with TLS", copies=2),
     "flashckpt": _ours("flash:Flash", _SYNC, "flashckpt, save()"),
     "flashckpt-overlapped": _ours("flash:FlashOverlapped", _ASYNC, "flashckpt, overlapped"),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from bench.contenders.base import Synchronous
 from bench.errors import BenchError
-from bench.sink import ACKNOWLEDGED, BACK, SEND, receive_into, send_all
+from bench.sink import ACKNOWLEDGED, BACK, SEND, SEND_INTO_NEW, receive_into, send_all
 from bench.state import tensors_of
 from flashckpt.credentials import DNS_NAME, Authority, make_request
 
@@ -28,6 +28,8 @@ _DEADLINE = 60.0
 
 class PlainSocket(Synchronous):
     """socket.send of each tensor's memory; the other end calls recv_into on a tmpfs mapping that is faulted."""
+
+    command = SEND
 
     def set_up(self, state: StateDict, directory: Path) -> Details:
         self._state = state
@@ -52,7 +54,7 @@ class PlainSocket(Synchronous):
     def save(self, step: int) -> Details:
         """Until the receiver says that it has the last byte."""
         self._kept = dict(self._state["trainer"])
-        self._socket.sendall(SEND)
+        self._socket.sendall(self.command)
         for view in self._views:
             send_all(self._socket, view)
         if self._socket.recv(1) != ACKNOWLEDGED:
@@ -80,6 +82,12 @@ class PlainSocket(Synchronous):
 
     def _secured(self, plain: socket.socket, directory: Path) -> socket.socket:
         return plain
+
+
+class SocketIntoNew(PlainSocket):
+    """As above, into memory that the receiver has to get first: the limit of a node that has lost its own."""
+
+    command = SEND_INTO_NEW
 
 
 class TlsSocket(PlainSocket):

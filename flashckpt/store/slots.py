@@ -156,7 +156,32 @@ class SlotStore(JobFiles):
         last writer has exited; else a file is made. Free slots are given up before NoSpaceError is raised.
         """
         self._begin_claim(size_bytes)
+        return self._map(self._supply.take(size_bytes), size_bytes)
+
+    def claim_file(self, size_bytes: int) -> SlotFile:
+        """As claim(), but for writing through a descriptor: nothing is mapped, so this process stays small.
+
+        Of any size, since a replica is as long as its shard; on hugetlbfs still of whole pages.
+        """
+        self._begin_claim(size_bytes, multiple_bytes=self.granule_bytes if self._is_paged else 1)
+        return self._open(self._supply.take(size_bytes, unmapped=True), size_bytes)
+
+    def claim_to_receive(self, size_bytes: int) -> Slot | SlotFile:
+        """For a shard of another node. Memory that was used before is mapped, so that bytes come from the socket right
+        into their place, and stays so for the next one. New memory is written through a descriptor: mapped, each page
+        would be cleared first, which costs more than the detour."""
+        if size_bytes % self.granule_bytes or self._is_paged:
+            return self.claim_file(size_bytes)
+        self._begin_claim(size_bytes)
         taken = self._supply.take(size_bytes)
+        is_made = self._supply.is_made(taken.slot_id, size_bytes)
+        return self._map(taken, size_bytes) if is_made else self._open(taken, size_bytes)
+
+    @property
+    def _is_paged(self) -> bool:
+        return self._directory.mount.fs_type == "hugetlbfs"
+
+    def _map(self, taken: Taken, size_bytes: int) -> Slot:
         try:
             mapping = self._supply.fit(taken.slot_id, size_bytes)
             failpoint("after_claim")
@@ -169,14 +194,7 @@ class SlotStore(JobFiles):
         self._writing[taken.slot_id] = slot
         return slot
 
-    def claim_file(self, size_bytes: int) -> SlotFile:
-        """As claim(), but for writing through a descriptor: nothing is mapped, so this process stays small.
-
-        Of any size, since a replica is as long as its shard; on hugetlbfs still of whole pages.
-        """
-        paged = self._directory.mount.fs_type == "hugetlbfs"
-        self._begin_claim(size_bytes, multiple_bytes=self.granule_bytes if paged else 1)
-        taken = self._supply.take(size_bytes, unmapped=True)
+    def _open(self, taken: Taken, size_bytes: int) -> SlotFile:
         fd = -1
         try:
             fd = self._supply.fit_file(taken.slot_id, size_bytes)
@@ -188,14 +206,9 @@ class SlotStore(JobFiles):
             if isinstance(error, OSError):
                 self._supply.raise_if_full(error, size_bytes)
             raise
-        slot = SlotFile(taken.slot_id, size_bytes, fd, page_bytes=self.huge_page_bytes if paged else 0)
+        slot = SlotFile(taken.slot_id, size_bytes, fd, page_bytes=self.huge_page_bytes if self._is_paged else 0)
         self._writing[taken.slot_id] = slot
         return slot
-
-    def claim_to_receive(self, size_bytes: int) -> Slot | SlotFile:
-        """For a shard of another node: mapped, so that it comes from the socket right into its place, and so that the
-        next one finds its pages there; through a descriptor where its length is not one that can be mapped."""
-        return self.claim_file(size_bytes) if size_bytes % self.granule_bytes else self.claim(size_bytes)
 
     def prepare(self, size_bytes: int, count: int) -> None:
         """Does the slow part of `count` claims ahead: as many own slots of that size lie ready afterwards."""

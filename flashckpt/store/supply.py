@@ -127,6 +127,11 @@ class Supply:
             raise
         return self._ready(fd, slot_id, size_bytes, mapping)
 
+    def is_made(self, slot_id: int, size_bytes: int) -> bool:
+        """Whether a taken slot has that size already, with memory behind all of it."""
+        found = self._directory.stat(State.WRITING, self._name(slot_id))
+        return found is not None and found.st_size == size_bytes and not self.has_holes(found)
+
     def fit_file(self, slot_id: int, size_bytes: int, *, spare: Owner | None = None) -> int:
         """As fit(), but a descriptor and no mapping. `spare`: whose free slots may be given up for it too."""
         fd = self._open_taken(slot_id)
