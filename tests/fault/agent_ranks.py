@@ -135,7 +135,7 @@ class LightRank:
         }
 
     def do_prepare(self, size_bytes):
-        self.slots.prepare(self._place(size_bytes).file_length_bytes)
+        self.slots.prepare(self._place(size_bytes).file_length_bytes, self.rank)
 
     def do_environ(self, **variables):
         """For agents that this rank starts from now on."""
