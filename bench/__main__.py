@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from bench.machine import Machine
 
 _WIDTH = 200  # of the table in a file or a pipe
+_WHO = "Compare with these only; repeatable. See bench/README.md for the names."
+_WRITES = ("--out", "--json", "--text", "--html", "--png")
 _OUT = click.Path(path_type=Path)
 _IN = click.Path(path_type=Path, exists=True, dir_okay=False)
 
@@ -48,7 +50,7 @@ def _size(_: click.Context, __: click.Parameter, value: str | None) -> int | Non
 @click.option("--rounds", type=click.IntRange(1), help="Rounds of steady saves and loads. Default 9, with --quick 2.")
 @click.option("--quick", is_flag=True, help="A small state, few rounds, nothing to install: does it run, not how fast.")
 @click.option("--only", multiple=True, metavar="SECTION", help="Only sections whose name starts so; repeatable.")
-@click.option("--contender", "contenders", multiple=True, type=click.Choice(OTHERS), help="Compare only these.")
+@click.option("--contender", "contenders", multiple=True, metavar="NAME", type=click.Choice(OTHERS), help=_WHO)
 @click.option("--visits", type=click.IntRange(1), help="Visits of each contender in the comparison. Default 3 (1).")
 @click.option("--wait", type=click.FloatRange(0), help="Seconds to wait for a quiet machine, before each step.")
 @click.option("--out", "directory", type=_OUT, help="Write all of the following into this directory.")
@@ -155,8 +157,20 @@ def _measure(options: Options, sections: list[Section], described: Machine, pati
         others_share=quietness.others_share(),
         samples=samples,
         rows=make_rows(samples),
-        command=" ".join(["python -m bench", *sys.argv[1:]]) + ("  # interrupted" if interrupted else ""),
+        command=what_was_measured(sys.argv[1:]) + ("  # interrupted" if interrupted else ""),
     )
+
+
+def what_was_measured(arguments: list[str]) -> str:
+    """The command without where its result went, which is nobody else's business."""
+    kept, skip = [], False
+    for argument in arguments:
+        name, _, value = argument.partition("=")
+        if skip or name in _WRITES:
+            skip = not skip and not value
+            continue
+        kept.append(argument)
+    return " ".join(["python -m bench", *kept])
 
 
 if __name__ == "__main__":

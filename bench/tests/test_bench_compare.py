@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from rich.console import Console
 
+from bench.__main__ import what_was_measured
 from bench.errors import BenchError
 from bench.machine import Machine
 from bench.page import make_page
@@ -125,6 +126,11 @@ def test_a_result_is_shown_again_as_it_was() -> None:
     assert make_page(again) == make_page(first)
     with pytest.raises(BenchError, match="expected version"):
         from_json(as_json(first) | {"version": 1})
+
+
+def test_the_command_is_kept_without_the_places_it_writes_to() -> None:
+    given = ["--size", "64M", "--json", "/home/me/a.json", "--out=/tmp/b", "--only", "peer", "--png", "c"]
+    assert what_was_measured(given) == "python -m bench --size 64M --only peer"
 
 
 def test_results_of_one_machine_are_merged_and_the_later_one_counts() -> None:
