@@ -37,7 +37,6 @@ WITHOUT, OVERLAP, SYNC = "no saves", "overlap on", "overlap off"
 _WIDTH = 1024
 _COPIES = 1 + 2 + 2  # gradients and activations are less than a state; two slots for each manager
 _WARM_UP = 2  # blocks of each kind
-_IDLE_WAIT = 120.0  # seconds that the start waits for others to be done
 _DEADLINE = 60.0
 
 
@@ -205,11 +204,14 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=5, help="steps from save to save")
     parser.add_argument("--batch", type=int, default=64, help="rows of a batch: more make a step longer")
     parser.add_argument("--sweep", action="store_true", help="also with one thread, and with two")
+    parser.add_argument(
+        "--wait", type=float, default=120.0, help="seconds to wait for a machine that others leave alone"
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--text", type=Path)
     given = parser.parse_args()
     check_room(_COPIES * given.size + 2 * given.size * (2 if given.sweep else 0))
-    others = wait_until_quiet(_IDLE_WAIT)
+    others = wait_until_quiet(given.wait)
     if others >= 0.1:
         print(f"other processes take {others:.0%} of the machine: figures are too high", file=sys.stderr)
     loop = Loop(given.size, given.batch)
