@@ -292,7 +292,7 @@ def test_a_plan_that_does_not_fit_the_shard():
 def test_the_budget_is_an_outcome():
     with World(3, size_bytes=SIZE, start=False) as world:
         for index in range(3):
-            world.start_agent(index, **({"budget_bytes": 5 * SIZE} if index == 0 else {}))
+            world.start_agent(index, **({"budget_bytes": 4 * SIZE} if index == 0 else {}))
         load = Loading(world)
         load.reader.ask("prepare", size_bytes=SIZE)
         for whole in (True, False):
