@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from flashckpt.checkpointer import Checkpointer
 from flashckpt.config import CheckpointConfig
-from flashckpt.errors import ClosedError, ConfigError, ConflictError, DeadlineError, FlashError
+from flashckpt.errors import ClosedError, ConfigError, ConflictError, FlashError
 from flashckpt.training.assemble import DATALOADER, KNOWN, MODEL, TrainingState
 from flashckpt.training.cooldown import Cooldown
 from flashckpt.training.files import persisted_steps, write_file
 from flashckpt.training.gate import OptimizerGate
 from flashckpt.training.metrics import Event, Metrics, Recorder
+from flashckpt.training.milestones import bring_home, prove_first
 from flashckpt.training.names import Renaming
 from flashckpt.training.policy import Decision, decide
 from flashckpt.training.restore import Wish, screen, unwrap_extra, wrap_extra
@@ -156,7 +157,10 @@ class CheckpointManager:
         if decision.persist and handle.persists and self._checkpointer.topology.rank == 0:
             self._to_flush.append(handle)  # asked for once it is sealed, by one rank for all
         if step == 1 and self.config.enable_first_step_checkpoint:
-            self._test_first(handle)
+            self.maybe_wait_for_staging()
+            if not self._checkpointer.disabled:
+                raises = self.config.on_save_error == "raise"
+                prove_first(handle, self.config.save_timeout, self._checkpointer.read_back, raises=raises)
         if stopping or last_step:
             self._bring_home(handle, to_disk=stopping and persist is not False)
         if stopping and self._signals is not None:
@@ -181,36 +185,10 @@ class CheckpointManager:
         self._recorder.saved(handle, began)
         return handle
 
-    def _test_first(self, handle: SaveHandle) -> None:
-        """The first step: a job that can't save, replicate or read back shows it now and not in an hour."""
-        self.maybe_wait_for_staging()
-        try:
-            outcome = handle.wait(min(Level.REPLICATED, handle.highest_level), self.config.save_timeout)
-            if outcome is Outcome.OK and not self._checkpointer.disabled:
-                self._checkpointer.read_back(handle)
-        except FlashError as error:
-            self._complain(handle, str(error), error)
-        else:
-            if outcome is Outcome.FAILED:
-                self._complain(handle, handle.reason, None)
-
-    def _complain(self, handle: SaveHandle, reason: str, error: FlashError | None) -> None:
-        log.error("step %d, the first: saving does not work here: %s", handle.step, reason)
-        if error is not None and self.config.on_save_error == "raise":
-            raise error
-
     def _bring_home(self, handle: SaveHandle, to_disk: bool = False) -> None:
-        """The last snapshot: as far as it gets, within the deadline. Agents go on with the flush when we are gone."""
-        limit = self._signals.remaining if self._signals is not None and self._signals.requested else None
-        timeout = self.config.save_timeout if limit is None else limit
-        level = Level.PERSISTED if to_disk and handle.persists else min(Level.REPLICATED, handle.highest_level)
         self.maybe_wait_for_staging()
-        try:
-            outcome = handle.wait(level, timeout)
-        except DeadlineError as error:
-            log.warning("step %d, the last: %s", handle.step, error.message)
-        else:
-            log.info("step %d, the last: %s, %s %s", handle.step, handle.level.name.lower(), outcome, handle.reason)
+        signals = self._signals if self._signals is not None and self._signals.requested else None
+        bring_home(handle, self.config.save_timeout if signals is None else signals.remaining, to_disk=to_disk)
         self._poll()
 
     def _poll(self) -> None:
