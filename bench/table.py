@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 COMPARED = ("compare", "small")
 PEER = "peer"
+_OUR_RECOVERY = "flashckpt, load() on a blank node"
 _ORDER = [Kind.LIMIT, Kind.SYNCHRONOUS, Kind.ASYNCHRONOUS, Kind.PEER]
 
 
@@ -75,7 +76,7 @@ def _entry(samples: Samples, section: str, name: str) -> Entry:
 
     return Entry(
         name=name,
-        title=about.title,
+        title=_OUR_RECOVERY if section == PEER and is_ours(name) else about.title,
         kind=Kind.PEER if section == PEER and about.kind is not Kind.LIMIT else about.kind,
         first=samples.find(section, name, "first save"),
         blocked=samples.find(section, name, "save"),
