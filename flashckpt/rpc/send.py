@@ -150,8 +150,11 @@ class Push:
             _log.info("push of %s to node %r goes by gRPC: %s", self._opening.shard, self._receiver, error.message)
             return None
         with self._state:
-            self._fleet = fleet
-        return fleet
+            if not self._closed:
+                self._fleet = fleet
+                return fleet
+        fleet.close()  # nobody follows any longer
+        return None
 
     def _by_lanes(self, fleet: Fleet, ready: PutReady) -> Iterator[bytes]:
         left = ChunkRange(ready.next_chunk, self._source.chunks - ready.next_chunk)
