@@ -149,12 +149,17 @@ class Push:
                 raise
             _log.info("push of %s to node %r goes by gRPC: %s", self._opening.shard, self._receiver, error.message)
             return None
+        if self._keep(fleet):
+            return fleet
+        fleet.close()
+        return None
+
+    def _keep(self, fleet: Fleet) -> bool:
+        """For close() to end. False: nobody follows any longer."""
         with self._state:
             if not self._closed:
                 self._fleet = fleet
-                return fleet
-        fleet.close()  # nobody follows any longer
-        return None
+            return not self._closed
 
     def _by_lanes(self, fleet: Fleet, ready: PutReady) -> Iterator[bytes]:
         left = ChunkRange(ready.next_chunk, self._source.chunks - ready.next_chunk)
