@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashckpt.agent.messages import FlushEnded, Rotten
 from flashckpt.failpoints import failpoint
+from flashckpt.niceness import be_nice_as_session
 from flashckpt.persist.spec import encode_spec
 from flashckpt.types import ShardId
 
@@ -33,6 +34,7 @@ _log = logging.getLogger(__name__)
 _GRACE_SECONDS = 30.0  # beyond the time that a flush gets, for its own end
 _REAP_SECONDS = 5.0
 _MAX_LINE_BYTES = 64 << 10
+_SESSION_NICENESS = 10
 
 
 class Flusher:
@@ -97,6 +99,8 @@ class Flusher:
             cwd="/",
             start_new_session=True,
         )
+        # At once: most of what a flush takes from the processors is the start of this process.
+        be_nice_as_session(process.pid, _SESSION_NICENESS)
         with self._lock:
             self._process, self.done_bytes = process, 0
             if self._stopped:

@@ -58,6 +58,7 @@ OUTSIDE = {
     "errors": set(),
     "types": set(),
     "failpoints": set(),
+    "niceness": set(),
     "collector": set(),
     "cli": {
         *("click", "rich", "agent", "demo", "format", "store", "save", "native", "bench", "load", "export"),
@@ -66,7 +67,19 @@ OUTSIDE = {
     "doctor": {"store", "agent", "native", "credentials", "cryptography", "address", "persist"},
     "demo": {"torch", "rich", "checkpointer", "store", "testing"},
 }
-BASE = {"wire", "config", "errors", "types", "failpoints", "collector", "topology", "launch", "group", "devices"}
+BASE = {
+    "wire",
+    "config",
+    "errors",
+    "types",
+    "failpoints",
+    "niceness",
+    "collector",
+    "topology",
+    "launch",
+    "group",
+    "devices",
+}
 PURE = [
     "persist/plan.py",
     "persist/retain.py",
