@@ -1,7 +1,8 @@
 """A process that has imported torch once and forks jobs of a few ranks from it: a job costs a fork, not an import.
 
 Reads one JSON request a line ({"ranks", "environment", "task", "arguments"}), answers with one JSON line
-({"codes", "outputs"}). Like a launcher, it kills a job's other ranks as soon as one of them has died.
+({"codes", "outputs"}). Like a launcher, it kills a job's other ranks as soon as one of them was killed; where one ended
+by an error, the others have some seconds to meet the same one, and to say so.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ import flashckpt
 import flashckpt.dcp
 import flashckpt.failpoints
 from tests.fault import tasks
+
+LAST_WORDS_SECONDS = 5.0
 
 
 @functools.cache
@@ -262,8 +265,10 @@ def wait_all(children, request, has_spoken):
                     codes[pid] = os.waitstatus_to_exitcode(status)
         if kill_at is None and "kill_after" in request and has_spoken():
             kill_at = time.monotonic() + request["kill_after"]
+        if any(code > 0 for code in codes.values()):
+            deadline = min(deadline, time.monotonic() + LAST_WORDS_SECONDS)
         late = time.monotonic() > deadline
-        if late or any(codes.values()) or (kill_at is not None and time.monotonic() > kill_at):
+        if late or any(code < 0 for code in codes.values()) or (kill_at is not None and time.monotonic() > kill_at):
             for pid in children:
                 if pid not in codes:
                     with contextlib.suppress(ProcessLookupError):
