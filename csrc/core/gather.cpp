@@ -1,7 +1,6 @@
 #include "gather.h"
 
 #include <algorithm>
-#include <cstring>
 #include <string>
 #include <utility>
 
@@ -9,9 +8,9 @@
 #include "checked.h"
 #include "crc32c.h"
 #include "file_read.h"
+#include "landing.h"
 
 namespace flashckpt {
-namespace {
 
 Status check_pieces(const GatherPiece* pieces, size_t count, int64_t data_length) {
     for (size_t i = 0; i < count; ++i) {
@@ -41,6 +40,8 @@ Status check_pieces(const GatherPiece* pieces, size_t count, int64_t data_length
     }
     return Status::ok();
 }
+
+namespace {
 
 // Which pieces touch each chunk: those of chunk touched[i] are order[begin[i]] to order[begin[i + 1] - 1].
 // Its size follows the bytes that are asked for, not the size of the data area, which a damaged header could
@@ -79,8 +80,6 @@ struct PiecesByChunk {
     }
 };
 
-// From here on a copy out of the scratch buffer gains from going around the caches.
-constexpr int64_t kStreamedPiece = 4 << 10;
 // From here on a system call of its own is cheaper than a second copy (only where nothing is verified),
 // provided that both ends are aligned alike: the kernel's string copy is three times slower where they are
 // not.
@@ -99,19 +98,6 @@ struct Job {
     const PiecesByChunk& by_chunk;
     bool verify;
 
-    // The part of a piece that lies in the chunk.
-    struct Part {
-        int64_t from;  // offset within the data area
-        int64_t length;
-        uint8_t* to;
-    };
-    Part part(const GatherPiece& piece, ChunkRange chunk) const {
-        const int64_t from = std::max(piece.source_offset, chunk.begin);
-        const int64_t end = std::min(piece.source_offset + piece.length, chunk.end);
-        auto* to = reinterpret_cast<uint8_t*>(piece.destination_address + (from - piece.source_offset));
-        return {from, end - from, to};
-    }
-
     const size_t* first_piece(size_t position) const {
         return by_chunk.order.data() + by_chunk.begin[position];
     }
@@ -127,8 +113,8 @@ struct Job {
     // Without a look at them, out of a mapping.
     void copy_unverified(ChunkRange chunk, const size_t* first, const size_t* end) const {
         for (const size_t* piece = first; piece != end; ++piece) {
-            const Part wanted = part(pieces[*piece], chunk);
-            copy(wanted, mapped + wanted.from);
+            const Part wanted = part_of(pieces[*piece], chunk);
+            land(wanted, mapped + wanted.from);
         }
     }
 
@@ -137,7 +123,7 @@ struct Job {
         int64_t low = chunk.end;
         int64_t high = chunk.begin;
         for (const size_t* piece = first; piece != end; ++piece) {
-            const Part wanted = part(pieces[*piece], chunk);
+            const Part wanted = part_of(pieces[*piece], chunk);
             if (goes_directly(wanted)) {
                 const int64_t count = read_fully(fd, wanted.to, wanted.length, data_offset + wanted.from);
                 if (count < 0) return static_cast<int>(count);
@@ -152,18 +138,10 @@ struct Job {
         if (count < 0) return static_cast<int>(count);
         if (count < high - low) return 0;
         for (const size_t* piece = first; piece != end; ++piece) {
-            const Part wanted = part(pieces[*piece], chunk);
-            if (!goes_directly(wanted)) copy(wanted, scratch + (wanted.from - low));
+            const Part wanted = part_of(pieces[*piece], chunk);
+            if (!goes_directly(wanted)) land(wanted, scratch + (wanted.from - low));
         }
         return 1;
-    }
-
-    static void copy(const Part& wanted, const uint8_t* source) {
-        if (wanted.length >= kStreamedPiece) {
-            streaming_copy(wanted.to, source, static_cast<size_t>(wanted.length));
-        } else {
-            std::memcpy(wanted.to, source, static_cast<size_t>(wanted.length));
-        }
     }
 };
 
@@ -213,26 +191,16 @@ class Reader {
 
   private:
     uint32_t copy_held_and_sum(const uint8_t* data, int64_t length) noexcept {
-        uint32_t state = ~uint32_t{0};
-        if (holds_) {
+        const bool holds = std::exchange(holds_, false);
+        return sum_while_landing(job_.kernel, data, length, [&](auto&& land_part) {
+            if (!holds) return;
             const ChunkRange chunk = job_.range(held_position_);
             const size_t* const end = job_.first_piece(held_position_ + 1);
             for (const size_t* piece = job_.first_piece(held_position_); piece != end; ++piece) {
-                const Job::Part wanted = job_.part(job_.pieces[*piece], chunk);
-                const uint8_t* source = held_ + (wanted.from - chunk.begin);
-                if (wanted.length < kStreamedPiece || length == 0) {
-                    Job::copy(wanted, source);
-                    continue;
-                }
-                const int64_t summed = std::min(length, wanted.length);
-                state = job_.kernel.update_while_copying(state, data, static_cast<size_t>(summed), wanted.to,
-                                                         source, static_cast<size_t>(wanted.length));
-                data += summed;
-                length -= summed;
+                const Part wanted = part_of(job_.pieces[*piece], chunk);
+                land_part(wanted, held_ + (wanted.from - chunk.begin));
             }
-            holds_ = false;
-        }
-        return length == 0 ? state : job_.kernel.update(state, data, static_cast<size_t>(length));
+        });
     }
 
     const Job& job_;

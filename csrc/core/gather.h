@@ -16,6 +16,9 @@ struct GatherPiece {
     int64_t length;
 };
 
+// Whether each lies within a data area of that length and has somewhere to go.
+Status check_pieces(const GatherPiece* pieces, size_t count, int64_t data_length);
+
 // Reads the chunks that the pieces touch and copies the pieces to their destinations. Pieces may come in any
 // order and may share source bytes; their destinations must be writable and must not overlap.
 //

@@ -14,6 +14,7 @@
 #include "gather.h"
 #include "layout.h"
 #include "prefault.h"
+#include "receive.h"
 #include "scatter.h"
 #include "verify.h"
 
@@ -136,6 +137,22 @@ std::vector<int64_t> gather_copy(nb::handle data, int64_t chunk_bytes, nb::handl
         nb::gil_scoped_release released;
         status = flashckpt::gather_copy(buffer.data(), buffer.length(), chunk_bytes, crcs.data(), crcs.size(),
                                         list.data(), list.size(), threads, verify, &bad);
+    }
+    raise_unless_ok(status);
+    return bad;
+}
+
+std::vector<int64_t> receive_chunks(int fd, int64_t offset, int64_t length, int64_t chunk_bytes,
+                                    nb::handle chunk_crcs, nb::handle pieces, nb::handle scratch) {
+    const auto crcs = Buffer("chunk_crcs", chunk_crcs).items<uint32_t>("chunk_crcs");
+    const auto list = Buffer("pieces", pieces).items<flashckpt::GatherPiece>("pieces");
+    const Buffer room("scratch", scratch, Buffer::Access::kWrite);
+    std::vector<int64_t> bad;
+    Status status = Status::ok();
+    {
+        nb::gil_scoped_release released;
+        status = flashckpt::receive_chunks(fd, offset, length, chunk_bytes, crcs.data(), crcs.size(), list.data(),
+                                           list.size(), room.data(), room.length(), &bad);
     }
     raise_unless_ok(status);
     return bad;
@@ -283,6 +300,8 @@ NB_MODULE(_core, module) {
                "chunk_crcs"_a, "pieces"_a, "threads"_a, "verify"_a = true);
     module.def("gather_copy", &gather_copy, "data"_a, "chunk_bytes"_a, "chunk_crcs"_a, "pieces"_a, "threads"_a,
                "verify"_a = true);
+    module.def("receive_chunks", &receive_chunks, "fd"_a, "offset"_a, "length"_a, "chunk_bytes"_a, "chunk_crcs"_a,
+               "pieces"_a, "scratch"_a);
     module.def("layout_entries", &layout_entries, "data"_a, "item_bytes"_a, "caps"_a, "entry_type"_a,
                "box_type"_a);
     module.def("verify_chunks", &verify_chunks, "data"_a, "chunk_bytes"_a, "chunk_crcs"_a, "threads"_a);

@@ -31,6 +31,7 @@ __all__ = [
     "kernels",
     "layout_entries",
     "prefault",
+    "receive_chunks",
     "scatter_copy",
     "set_kernel",
     "verify_chunks",
@@ -124,6 +125,23 @@ def gather_copy(
     then copied from there. If it maps a file that somebody else may write or cut short, use `gather_read`.
     """
     result: list[int] = _backend.gather_copy(data, chunk_bytes, chunk_crcs, pieces, threads, verify)
+    return result
+
+
+def receive_chunks(
+    fd: int, offset: int, length: int, chunk_bytes: int, chunk_crcs: Buffer, pieces: Buffer, scratch: Buffer
+) -> list[int]:
+    """Receives `length` bytes of a data area out of a socket, those from `offset` on; returns the bad chunks.
+
+    They are chunks of `chunk_bytes`, with a checksum each, and perhaps a shorter last one; bad ones are counted from the
+    first one here, and their destinations are untouched. `pieces` are as those of `gather_read`, but sorted by their
+    offset and without shared source bytes; those outside are passed over, and bytes that no piece asks for are dropped.
+    `scratch` has room for two chunks; used again for the next call it is still in the cache.
+
+    The socket has to be a blocking one. OSError: EAGAIN where it has a timeout and nothing came for so long, ECONNRESET
+    where the other end closed it early; chunks that came before may be in place by then.
+    """
+    result: list[int] = _backend.receive_chunks(fd, offset, length, chunk_bytes, chunk_crcs, pieces, scratch)
     return result
 
 

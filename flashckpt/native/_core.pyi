@@ -21,6 +21,9 @@ def gather_read(
 def gather_copy(
     data: Buffer, chunk_bytes: int, chunk_crcs: Buffer, pieces: Buffer, threads: int, verify: bool = True
 ) -> list[int]: ...
+def receive_chunks(
+    fd: int, offset: int, length: int, chunk_bytes: int, chunk_crcs: Buffer, pieces: Buffer, scratch: Buffer
+) -> list[int]: ...
 def layout_entries(
     data: Buffer,
     item_bytes: dict[str, int],

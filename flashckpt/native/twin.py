@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import itertools
 import mmap
 import os
 import platform
@@ -93,6 +94,39 @@ def gather_copy(
         threads,
         verify,
     )
+
+
+def receive_chunks(
+    fd: int, offset: int, length: int, chunk_bytes: int, chunk_crcs: Buffer, pieces: Buffer, scratch: Buffer
+) -> list[int]:
+    crcs, triples = _crcs("chunk_crcs", chunk_crcs), _triples("pieces", pieces)
+    _check_area(offset, length)
+    _check_chunking(length, chunk_bytes, len(crcs), 1)
+    _check_gather_pieces(triples, _INT64_MAX)
+    for i, (one, other) in enumerate(itertools.pairwise(triples), 1):
+        if other[0] < one[0] + one[2]:
+            raise ValueError(f"piece {i}: expected it behind the one before, found offset {other[0]}")
+    most, room = min(chunk_bytes, length), len(_bytes_of("scratch", scratch, writable=True))
+    if room // 2 < most:
+        raise ValueError(f"scratch: expected room for two chunks of {most} bytes, found {room}")
+    bad = []
+    for index, (begin, end) in enumerate(_chunks(length, chunk_bytes)):
+        data = bytearray(end - begin)
+        with memoryview(data) as left:
+            while left:
+                count = os.readv(fd, [left])
+                if not count:
+                    raise OSError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
+                left = left[count:]
+        if crc32c(data) != crcs[index]:
+            bad.append(index)
+            continue
+        for source, address, count in triples:
+            first, last = max(source, offset + begin), min(source + count, offset + end)
+            if first < last:
+                part = bytes(data[first - offset - begin : last - offset - begin])
+                ctypes.memmove(address + first - source, part, last - first)
+    return bad
 
 
 def layout_entries(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
 import tempfile
+import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -249,3 +251,57 @@ def test_gather_refuses_the_same_plans(
         assert native == plain
     finally:
         os.close(fd)
+
+
+@st.composite
+def receive_plans(draw: st.DrawFn) -> tuple[int, int, list[tuple[int, int]]]:
+    """Where what is received begins in its area, its length, and pieces (offset, length) that touch it or do not."""
+    scale = draw(st.sampled_from([3, 300, 40_000]))
+    pieces, at = [], 0
+    for _ in range(draw(st.integers(0, 40))):
+        at += draw(st.one_of(st.just(0), st.integers(0, scale)))
+        count = draw(st.integers(0, scale))
+        pieces.append((at, count))
+        at += count
+    length = draw(st.integers(0, at + 10))
+    return draw(st.integers(0, max(0, at - length) + 5)), length, pieces
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@settings(deadline=None, max_examples=40)
+@given(plan=receive_plans(), chunk_bytes=CHUNKS, flipped=st.integers(-1, 100_000))
+def test_receive_agrees(
+    name: str, plan: tuple[int, int, list[tuple[int, int]]], chunk_bytes: int, flipped: int
+) -> None:
+    offset, length, plan_pieces = plan
+    chunk_bytes = max(chunk_bytes, length // 500)
+    sent = noise(length, 9)
+    crcs = twin.scatter_copy(sent.copy(), np.array([(0, 0, length)], dtype=np.int64), chunk_bytes, 1)
+    bad = 0 <= flipped < length
+    if bad:
+        sent[flipped] ^= 1
+    results = []
+    for core in (_core, twin):
+        end = max((at + count for at, count in plan_pieces), default=0)
+        found = noise(end, 10)
+        pieces = np.array([(at, found.ctypes.data + at, count) for at, count in plan_pieces], dtype=np.int64)
+        scratch = bytearray(2 * min(chunk_bytes, length))
+        with kernel(name), sending(sent.tobytes()) as fd:
+            bad_ones = core.receive_chunks(fd, offset, length, chunk_bytes, crcs, pieces, scratch)
+        results.append((bad_ones, found.tobytes()))
+    assert results[0] == results[1]
+    assert results[0][0] == ([flipped // chunk_bytes] if bad else [])
+
+
+@contextmanager
+def sending(data: bytes) -> Iterator[int]:
+    """A connection that a thread sends these bytes to."""
+    here, there = socket.socketpair()
+    sender = threading.Thread(target=there.sendall, args=(data,))
+    sender.start()
+    try:
+        yield here.fileno()
+        sender.join()  # even of no bytes it may come late, and must find the other end open
+    finally:
+        here.close()
+        there.close()
