@@ -13,7 +13,7 @@ from flashckpt.load.choose import choose
 from flashckpt.load.cover import index, uncovered
 from flashckpt.load.inventory import copies_of, encode, merge
 from flashckpt.load.plan import Reader, Want, plan
-from flashckpt.load.sources import Needs, Place, needs_of, plan_retrievals
+from flashckpt.load.sources import Fetcher, Needs, Place, needs_of, plan_retrievals
 from flashckpt.save.values import pack
 from flashckpt.state.flatten import Flat
 from flashckpt.types import (
@@ -127,7 +127,8 @@ def decide(
     near = copies.on(rank // RANKS_PER_NODE)
     reader = Reader(rank, catalogue.layout_of(rank), tuple(near))
     needs_of(plan(_wants(catalogue, rank), stored, reader, cast=False), catalogue, frozenset(near))
-    return plan_retrievals({0: needs}, copies, catalogue, cluster.places)[0]
+    blank = Fetcher(0, 0, straight=False)
+    return plan_retrievals({blank: needs}, copies, catalogue, cluster.places)[blank]
 
 
 def _wants(catalogue: Catalogue, rank: int) -> list[Want]:

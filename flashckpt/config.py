@@ -110,6 +110,12 @@ class CheckpointConfig:
     lanes: int = 2
     """Connections of one transfer, where lanes are used. More of them fill a link that one connection can't."""
 
+    fetch: Literal["tensors", "memory"] = "tensors"
+    """Where a load puts what it gets from other nodes. "tensors": each rank straight into its tensors, where they lie
+    in the host's memory and the ranks of the node need different things; a blank node needs no further memory for
+    that, and its copies are brought back behind the training. "memory": the agent into the node's memory, where whole
+    shards stay as copies, and from there into the tensors."""
+
     encrypt_data: bool | None = None
     """Whether lanes use TLS. The calls always do. None: where tls_cert is given. Without it shards cross the network
     readable, as gradients do, and only a one-time ticket protects them."""
@@ -247,6 +253,7 @@ class CheckpointConfig:
             ("on_save_error", ("log", "raise")),
             ("agent", (None, "auto", "off")),
             ("transport", ("auto", "tcp", "grpc")),
+            ("fetch", ("tensors", "memory")),
             ("encrypt_data", (None, True, False)),
             ("placement", ("ring", "group")),
         ):

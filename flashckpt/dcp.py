@@ -39,7 +39,7 @@ from flashckpt.format.layout import encode_layout, fingerprint
 from flashckpt.launch import next_launch
 from flashckpt.load.agree import StepBackError, agree
 from flashckpt.load.plan import Transfer, Want
-from flashckpt.load.read import Target, read
+from flashckpt.load.read import Target
 from flashckpt.load.recover import Recovery
 from flashckpt.save.plan import SavePlan, Source, aligned
 from flashckpt.save.slots import OwnSlots
@@ -348,19 +348,14 @@ class FlashReader(StorageReader):
                 transfer, target = _transfer(item, resolved[-1], stored, attempt.reader, len(targets))
                 transfers.append(transfer)
                 targets.append(target)
-            return attempt.needs(transfers)
+            return attempt.needs(transfers, targets)
 
         def fill() -> bytes:
-            try:
-                read(transfers, attempt.shards, targets, threads=checkpointer.threads, verify=ground.verify)
-            except CorruptShardError as error:
-                attempt.quarantine(error.shard_index, error.message)
-                raise
-            return b""
+            return attempt.read(transfers, targets, checkpointer.threads, ground.verify)
 
         try:
             needs = agree(ground.group, ground.node, "preparing to load", prepare)
-            attempt.fetch(transfers, needs)
+            attempt.fetch(transfers, targets, needs)
             agree(ground.group, ground.node, "reading", fill)
         except StepBackError as error:
             # DCP has planned for this generation and can't go on to another one.

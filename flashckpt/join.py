@@ -17,6 +17,7 @@ from flashckpt.agent.process import SOCKET_NAME
 from flashckpt.agent.start import ensure_agent, options_of
 from flashckpt.errors import ConfigError, OtherRankError
 from flashckpt.load.agent_memory import AgentMemory
+from flashckpt.load.holders import Holders
 from flashckpt.placement import place
 from flashckpt.save.agent_slots import AgentSlots
 from flashckpt.types import Member, PersistSettings, Session
@@ -52,7 +53,10 @@ def join(
         for one in links:
             one.close()
         raise
-    return AgentSlots(store, link, session, bundle, settings.config), AgentMemory(link, store)
+    slots = AgentSlots(store, link, session, bundle, settings.config)
+    straight = settings.config.fetch == "tensors" and len(topology.nodes) > 1
+    holders = (lambda: Holders(store, slots.session, options)) if straight else None
+    return slots, AgentMemory(link, store, holders)
 
 
 def rejoin(settings: Settings, topology: Topology, store: SlotStore, session: Session) -> AgentSlots:

@@ -19,8 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from flashckpt.agent.fetching import CannotBeHadError, Fetching
 from flashckpt.agent.messages import Acknowledge, Fetched
-from flashckpt.agent.sources import Sources
 from flashckpt.errors import (
     BusyError,
     ClosedError,
@@ -32,8 +32,7 @@ from flashckpt.errors import (
     PeerError,
 )
 from flashckpt.failpoints import failpoint
-from flashckpt.format.refuse import corrupt
-from flashckpt.rpc.api import Retrieved, RetrieveFailed, RetrieveProgress, ShardProblem
+from flashckpt.rpc.api import Retrieved, RetrieveFailed, RetrieveProgress
 from flashckpt.transport.gathering import Gathering
 from flashckpt.types import ChunkRange, Held
 from flashckpt.wire import GetOpen
@@ -41,28 +40,17 @@ from flashckpt.wire import GetOpen
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from concurrent.futures import Future
-    from contextlib import AbstractContextManager
 
     from flashckpt.agent.shell import Shell
-    from flashckpt.rpc.api import RetrieveNews, Taker
-    from flashckpt.transport.gathering import HeadReader
+    from flashckpt.rpc.api import RetrieveNews, ShardProblem, Taker
     from flashckpt.types import Portion, Retrieval, ShardId
-    from flashckpt.wire import GetInfo, GetRefused
+    from flashckpt.wire import GetRefused
 
 _log = logging.getLogger(__name__)
 
 _WORKERS = 8  # of one retrieval; what other nodes let one node read at a time
 _MAX_RUNNING = 4  # one load of a node, and what is left of those before it
 _NEWS_SECONDS = 0.1
-_MAX_GET_RANGES = 1024  # of one request; a portion with more asks again
-
-
-class _CannotBeHadError(Exception):
-    """No source of a part of a shard is left."""
-
-    def __init__(self, shard: ShardId, reasons: tuple[tuple[str, str], ...]) -> None:
-        super().__init__(f"{shard}: no source is left")
-        self.problem = ShardProblem(shard, reasons)
 
 
 class Retrieves:
@@ -118,6 +106,7 @@ class _Run:
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout
         self._pool = ThreadPoolExecutor(_WORKERS, thread_name_prefix="fetch")
+        self._fetching = Fetching(self._ask, self.stop, self._deadline, self._count)
         self._pending: dict[Future[None], Callable[[], None]] = {}
         self._places: dict[ShardId, str] = {}
         self._lock = threading.Lock()  # protects what follows
@@ -181,7 +170,7 @@ class _Run:
             try:
                 future.result()
                 then()
-            except _CannotBeHadError as error:
+            except CannotBeHadError as error:
                 problems.append(error.problem)
         return problems
 
@@ -202,7 +191,7 @@ class _Run:
                 self._submit(lambda: self._finish(shard), lambda: None)
 
         for portion in shard.portions:
-            self._submit(lambda portion=portion: self._fetch(shard.gathering, portion), one_less)  # type: ignore[misc]
+            self._submit(lambda portion=portion: self._fetching.portion(shard.gathering, portion), one_less)  # type: ignore[misc]
 
     def _check_time(self) -> None:
         if self.stop.is_set():
@@ -227,7 +216,7 @@ class _Run:
         here = self._shell.held(retrieval.shard)
         if here is not None and here.digest != retrieval.digest:
             reason = f"another content lies here under that name: {here.digest.hex()}"
-            raise _CannotBeHadError(retrieval.shard, (("", reason),))
+            raise CannotBeHadError(retrieval.shard, (("", reason),))
         gathering = Gathering(
             self._shell.store,
             self._shell.options.job,
@@ -238,83 +227,41 @@ class _Run:
             self._gatherings.append(gathering)
         if self.stop.is_set():  # end() may have come before
             gathering.abandon()
-        self._fetch_head(gathering, retrieval)
+        self._fetching.head(gathering, (node for portion in retrieval.portions for node in portion.sources))
         portions = split(retrieval, gathering.chunks)
         try:
             wanted_bytes = gathering.want(one for portion in portions for one in portion.ranges)
         except NoSpaceError:
             raise
         except FlashError as error:  # a plan that does not fit the shard
-            raise _CannotBeHadError(retrieval.shard, (("", error.message),)) from error
+            raise CannotBeHadError(retrieval.shard, (("", error.message),)) from error
         with self._lock:
             self._total_bytes += gathering.head_bytes + wanted_bytes
             self._done_bytes += gathering.head_bytes
         return _Shard(retrieval, gathering, portions)
-
-    def _fetch_head(self, gathering: Gathering, retrieval: Retrieval) -> None:
-        sources = self._sources(node for portion in retrieval.portions for node in portion.sources)
-        while not gathering.chunk_bytes:
-            node_id = self._next(sources, gathering)
-            reader = gathering.read_head()
-            with contextlib.closing(reader):
-                self._get(sources, node_id, gathering, (), _HeadTaker(reader, self.stop))
-
-    def _fetch(self, gathering: Gathering, portion: Portion) -> None:
-        sources = self._sources(iter(portion.sources))
-        taker = _ChunkTaker(gathering, self.stop, self._count)
-        while missing := gathering.missing(portion.ranges):
-            node_id = self._next(sources, gathering)
-            self._get(sources, node_id, gathering, missing[:_MAX_GET_RANGES], taker)
 
     def _finish(self, shard: _Shard) -> None:
         retrieval = shard.retrieval
         try:
             name = shard.gathering.finish()
         except ConflictError as error:
-            raise _CannotBeHadError(retrieval.shard, (("", error.message),)) from error
+            raise CannotBeHadError(retrieval.shard, (("", error.message),)) from error
         if not name:
             self._shell.note_sealed(retrieval.shard)
             held = Held(retrieval.shard, retrieval.digest, retrieval.size_bytes, retrieval.tag)
             if not any(isinstance(effect, Acknowledge) for effect in self._shell.feed(Fetched(held))):
-                raise _CannotBeHadError(retrieval.shard, (("", "a newer fence has killed it meanwhile"),))
+                raise CannotBeHadError(retrieval.shard, (("", "a newer fence has killed it meanwhile"),))
         self._places[retrieval.shard] = name
 
-    def _sources(self, node_ids: Iterator[str]) -> Sources:
-        return Sources(dict.fromkeys(node_ids))
-
-    def _next(self, sources: Sources, gathering: Gathering) -> str:
-        """Whom to ask now; waits where all that are left were asked before."""
-        node_id, pause = sources.next()
-        if node_id is None:
-            raise _CannotBeHadError(gathering.shard, sources.reasons)
-        self.stop.wait(min(pause, max(0.0, self._deadline - time.monotonic())))
-        _raise_if_set(self.stop)
-        return node_id
-
-    def _get(
+    def _ask(
         self,
-        sources: Sources,
         node_id: str,
-        gathering: Gathering,
+        shard: ShardId,
+        digest: bytes,
         ranges: tuple[ChunkRange, ...],
         taker: Taker,
-    ) -> None:
-        try:
-            refused = self._ask(node_id, gathering, ranges, taker)
-        except (NoSpaceError, ClosedError):
-            raise  # ours
-        except FlashError as error:
-            _log.info("%s from %s: %s", gathering.shard, node_id, error.message)
-            sources.failed(node_id, error.message, passing=isinstance(error, PeerError))
-        else:
-            if refused is not None:
-                _log.info("%s from %s: refused: %s", gathering.shard, node_id, refused.reason)
-                sources.refused(node_id, refused.reason, retry=refused.retry)
-
-    def _ask(
-        self, node_id: str, gathering: Gathering, ranges: tuple[ChunkRange, ...], taker: Taker
+        timeout: float,
     ) -> GetRefused | None:
-        options = self._shell.options
         launch, fence = self._shell.standing_of_session()
         if launch is None:
             raise ClosedError("a newer launch has begun elsewhere")
@@ -322,8 +269,8 @@ class _Run:
             client = self._shell.peers.client(node_id)
         except ClosedError as error:  # no credentials
             raise PeerError(error.message, peer=node_id) from error
-        get = GetOpen(options.node_id, launch, fence, gathering.shard, gathering.digest, not ranges, ranges)
-        return client.get(get, taker, max(0.1, self._deadline - time.monotonic()))
+        get = GetOpen(self._shell.options.node_id, launch, fence, shard, digest, not ranges, ranges)
+        return client.get(get, taker, timeout)
 
     def _count(self, size_bytes: int) -> None:
         with self._lock:
@@ -355,59 +302,3 @@ def split(retrieval: Retrieval, chunks: int) -> tuple[Portion, ...]:
         rest.append(ChunkRange(first, at - first))
     portions[-1] = replace(portions[-1], ranges=tuple(sorted(rest, key=lambda one: one.first)))
     return tuple(portions)
-
-
-def _raise_if_set(stop: threading.Event) -> None:
-    if stop.is_set():
-        raise ClosedError("nobody waits for it any more")
-
-
-class _HeadTaker:
-    def __init__(self, reader: HeadReader, stop: threading.Event) -> None:
-        self._reader = reader
-        self._stop = stop
-
-    def opened(self, info: GetInfo) -> None:
-        self._reader.expect(info.size_bytes, info.head_bytes, info.tag)
-
-    def put_head(self, offset: int, data: bytes | memoryview) -> None:
-        _raise_if_set(self._stop)
-        self._reader.put(offset, data)
-
-    def room_for(self, first: int, size_bytes: int) -> None:
-        raise PeerError(f"expected the head alone, found chunk {first}")
-
-    def put_chunks(self, first: int, data: bytes | memoryview) -> None:
-        raise PeerError(f"expected the head alone, found chunk {first}")
-
-
-class _ChunkTaker:
-    def __init__(self, gathering: Gathering, stop: threading.Event, count: Callable[[int], None]) -> None:
-        self._gathering = gathering
-        self._stop = stop
-        self._count = count
-
-    def opened(self, info: GetInfo) -> None:
-        expected = (self._gathering.size_bytes, self._gathering.head_bytes, self._gathering.chunk_bytes)
-        found = (info.size_bytes, info.head_bytes, info.chunk_bytes)
-        if found != expected:
-            corrupt(str(self._gathering.shard), f"sizes of shard, head and chunks {expected}", f"{found}")
-
-    def put_head(self, offset: int, data: bytes | memoryview) -> None:
-        raise PeerError(f"expected chunks alone, found a piece of the head at {offset}")
-
-    def room_for(self, first: int, size_bytes: int) -> AbstractContextManager[memoryview] | None:
-        _raise_if_set(self._stop)
-        place = self._gathering.room_for(first, size_bytes)
-        return None if place is None else self._counted(place, size_bytes)
-
-    @contextlib.contextmanager
-    def _counted(self, place: AbstractContextManager[memoryview], size_bytes: int) -> Iterator[memoryview]:
-        with place as room:
-            yield room
-        self._count(size_bytes)
-
-    def put_chunks(self, first: int, data: bytes | memoryview) -> None:
-        _raise_if_set(self._stop)
-        self._gathering.put_chunks(first, data)
-        self._count(len(data))

@@ -124,6 +124,9 @@ def _judge(verdict: Verdict, batches: Batches, chunks: Chunks) -> None:
 class Basin(Protocol):
     """Verifies and keeps chunks."""
 
+    def receive(self, first: int, size_bytes: int, fd: int, scratch: memoryview, /) -> bool:
+        """Takes them out of a socket by itself, verified and counted: whether it does. OSError is the socket's."""
+
     def room_for(self, first: int, size_bytes: int, /) -> AbstractContextManager[memoryview] | None:
         """Where they go, verified and counted when the block ends; None: they have to be put."""
 
@@ -134,6 +137,7 @@ class Basin(Protocol):
 def land(lane: Lane, basin: Basin) -> None:
     """Receives until the end, and gives the verdict. What the basin raises is in it, and is raised here as well."""
     buffer = memoryview(bytearray(FRAME_BYTES))
+    is_plain = not isinstance(lane, ssl.SSLSocket)
     first = 0
     try:
         while True:
@@ -142,6 +146,8 @@ def land(lane: Lane, basin: Basin) -> None:
                 break
             if not 0 < size <= MAX_FRAME_BYTES:
                 raise PeerError(f"lane: expected a frame of 1 to {MAX_FRAME_BYTES} bytes, found {size}")
+            if is_plain and _received(basin, first, size, lane, buffer):
+                continue
             place = basin.room_for(first, size)
             if place is not None:
                 with place as room:
@@ -158,6 +164,13 @@ def land(lane: Lane, basin: Basin) -> None:
         _part(lane, Verdict(Code.REFUSED, first, error.message), buffer)
         raise
     write(lane, Verdict(Code.TAKEN).pack())
+
+
+def _received(basin: Basin, first: int, size: int, lane: Lane, scratch: memoryview) -> bool:
+    try:
+        return basin.receive(first, size, lane.fileno(), scratch)
+    except OSError as error:
+        raise broken(error) from error
 
 
 def _part(lane: Lane, verdict: Verdict, buffer: memoryview) -> None:

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
     from flashckpt.agent.link import AgentLink
+    from flashckpt.load.holders import Holders
     from flashckpt.rpc.agent_client import AgentClient
-    from flashckpt.rpc.api import RetrieveNews
+    from flashckpt.rpc.api import RetrieveNews, ShardProblem
     from flashckpt.store.slots import SlotStore
     from flashckpt.types import NodeInventory, Retrieval, ShardId
 
@@ -28,9 +29,15 @@ _SHOWN = 4
 class AgentMemory:
     """What NodeMemory promises, with an agent."""
 
-    def __init__(self, link: AgentLink, store: SlotStore) -> None:
+    def __init__(self, link: AgentLink, store: SlotStore, holders: Callable[[], Holders] | None = None) -> None:
+        """`holders`: how a rank asks other nodes itself; None: it does not."""
         self._link = link
         self._store = store
+        self._holders = holders
+
+    @property
+    def holders(self) -> Callable[[], Holders] | None:
+        return self._holders
 
     def inventory(self, timeout: float) -> NodeInventory:
         return self._link.call(
@@ -83,7 +90,7 @@ class _Attempt:
                     case Retrieved():
                         return one
                     case RetrieveFailed():
-                        return _cannot_be_had(one)
+                        return cannot_be_had(one.problems)
         except AgentError as error:
             if time.monotonic() >= self._deadline:
                 return self._late(error)
@@ -108,14 +115,14 @@ class _Attempt:
         return late
 
 
-def _cannot_be_had(failed: RetrieveFailed) -> RetrieveError:
+def cannot_be_had(problems: Sequence[ShardProblem]) -> RetrieveError:
     lines = [
         f"\n  - {problem.shard}: " + "; ".join(f"{node or 'here'}: {reason}" for node, reason in problem.reasons)
-        for problem in failed.problems[:_SHOWN]
+        for problem in problems[:_SHOWN]
     ]
-    more = f"\n  - and {len(failed.problems) - _SHOWN} more" if len(failed.problems) > _SHOWN else ""
+    more = f"\n  - and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
     return RetrieveError(
-        f"expected parts of {len(failed.problems)} shards from other nodes, found no holder that gives them:"
+        f"expected parts of {len(problems)} shards from other nodes, found no holder that gives them:"
         f"{''.join(lines)}{more}",
-        problems=tuple((problem.shard, problem.reasons) for problem in failed.problems),
+        problems=tuple((problem.shard, problem.reasons) for problem in problems),
     )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from flashckpt.collector import collector_paused
-from flashckpt.errors import CorruptShardError, IncompatibleError, NotFoundError
+from flashckpt.errors import CorruptShardError, IncompatibleError, InternalError, NotFoundError
 from flashckpt.failpoints import failpoint
 from flashckpt.format.shard import read_envelope
 from flashckpt.load import catalogue as catalogues
@@ -21,15 +21,15 @@ from flashckpt.load.catalogue import Catalogue
 from flashckpt.load.cover import Index, index, uncovered
 from flashckpt.load.plan import Reader
 from flashckpt.load.progress import Progress
-from flashckpt.load.read import OpenShard, read
-from flashckpt.load.sources import decode_needs, encode_needs, needs_of, plan_retrievals, union
+from flashckpt.load.read import OpenShard, count_writes, pieces_for, read
+from flashckpt.load.sources import Fetcher, deal_out, decode_needs, encode_needs, needs_of, plan_retrievals
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from flashckpt.load.ground import Ground
     from flashckpt.load.inventory import Copies, Copy
-    from flashckpt.load.plan import Transfer
+    from flashckpt.load.plan import Int64s, Transfer
     from flashckpt.load.read import Target
     from flashckpt.load.result import SourceName
     from flashckpt.types import Retrieval
@@ -38,8 +38,10 @@ if TYPE_CHECKING:
 class Attempt:
     """A context manager: descriptors and fetched files last as long as it does. Its stages are collective."""
 
-    def __init__(self, ground: Ground, copies: Copies) -> None:
+    def __init__(self, ground: Ground, copies: Copies, *, straight: bool = True) -> None:
+        """`straight`: ranks may fetch into their tensors, past their node's memory."""
         self._ground = ground
+        self._holders = ground.memory.holders if straight else None
         self.generation = copies.generation
         self.world = copies.world
         self._copies = copies
@@ -48,6 +50,9 @@ class Attempt:
         self.stored: Index = {}
         self.shards: dict[int, OpenShard] = {}  # by rank: those that this rank reads
         self.fetched: frozenset[int] = frozenset()  # ranks whose shards came from other nodes, for this rank
+        self.touched = False  # tensors may have been written to
+        self._pieces: Mapping[int, Int64s] | None = None  # where far shards' bytes belong, if they may go there
+        self._landed: frozenset[int] = frozenset()  # ranks whose shards are in the tensors already
         self.retrieve_seconds = 0.0
         self._open = contextlib.ExitStack()
 
@@ -105,11 +110,14 @@ class Attempt:
 
     # --- fetch ----------------------------------------------------------------------------------------------
 
-    def needs(self, transfers: Sequence[Transfer]) -> bytes:
-        """What this rank has to read and its node does not have, for the others to know."""
-        return encode_needs(needs_of(transfers, self.catalogue, self.near))
+    def needs(self, transfers: Sequence[Transfer], targets: Sequence[Target]) -> bytes:
+        """What this rank has to read and its node does not have, for the others to know; and whether it can fetch that
+        by itself."""
+        if self._holders is not None:
+            self._pieces = pieces_for((one for one in transfers if one.shard not in self.near), targets)
+        return bytes([self._pieces is not None]) + encode_needs(needs_of(transfers, self.catalogue, self.near))
 
-    def fetch(self, transfers: Sequence[Transfer], needs: Sequence[bytes]) -> None:
+    def fetch(self, transfers: Sequence[Transfer], targets: Sequence[Target], needs: Sequence[bytes]) -> None:
         """Brings what this node lacks, verified, and opens what this rank reads. Collective.
 
         `needs` are those of all ranks. StepBackError where something can't be had.
@@ -118,12 +126,16 @@ class Attempt:
         ground = self._ground
         retrievals = self._plan(needs)
         names: dict[int, str] = {}
+        place = ground.group.rank
+        mine = retrievals.get(Fetcher(ground.node, place, straight=True), ())
 
         def fetch() -> bytes:
-            mine = retrievals.get(ground.node, ())
-            if not ground.is_leader or not mine:
-                return b"{}"
-            return json.dumps(self._retrieve(mine)).encode()
+            if mine:
+                count_writes([targets[one.want.target].tensor for one in transfers if one.shard not in self.near])
+                self._land(mine)
+            elif asked := retrievals.get(Fetcher(ground.node, place, straight=False), ()):
+                return json.dumps(self._retrieve(asked)).encode()
+            return b"{}"
 
         if retrievals:
             failpoint("before_fetch")
@@ -131,21 +143,31 @@ class Attempt:
             failpoint("after_fetch")
             told = json.loads(answers[ground.members[ground.node][0]])
             names = {int(rank): name for rank, name in told.items()}
+        self._landed = frozenset(one.shard.rank for one in mine)
         self.fetched = frozenset({transfer.shard for transfer in transfers} - self.near)
         # A shard that vanished or was recycled since is another copy's turn: all ranks have to know.
         agree(ground.group, ground.node, f"opening {self.generation}", lambda: self._open_all(transfers, names))
         self.retrieve_seconds = time.perf_counter() - began
 
-    def _plan(self, needs: Sequence[bytes]) -> dict[int, tuple[Retrieval, ...]]:
-        decoded = [decode_needs(one) for one in needs]
+    def _plan(self, needs: Sequence[bytes]) -> dict[Fetcher, tuple[Retrieval, ...]]:
+        decoded = [decode_needs(one[1:]) for one in needs]
         if not any(decoded):
             return {}
         chunks = {rank: self.catalogue.chunks(rank) for one in decoded for rank in one}
-        by_node = {
-            number: union([decoded[member] for member in members], chunks)
-            for number, members in enumerate(self._ground.members)
-        }
-        return plan_retrievals(by_node, self._copies, self.catalogue, self._ground.places)
+        dealt = deal_out(decoded, [bool(one[0]) for one in needs], self._ground.members, chunks)
+        return plan_retrievals(dealt, self._copies, self.catalogue, self._ground.places)
+
+    def _land(self, retrievals: Sequence[Retrieval]) -> None:
+        """On each rank that fetches for itself."""
+        ground = self._ground
+        if self._holders is None or self._pieces is None:
+            raise InternalError(f"{self.generation}: rank {ground.rank} was to fetch what it can't")
+        # Here: a load that finds everything on its node opens no connections.
+        from flashckpt.load.straight import retrieve_straight
+
+        self.touched = True
+        with Progress(f"fetching {self.generation}") as progress:
+            retrieve_straight(self._holders(), ground.job, retrievals, self._pieces, ground.timeout, progress.update)
 
     def _retrieve(self, retrievals: Sequence[Retrieval]) -> dict[int, str]:
         """On the node's leader. Rank → name of the file that was fetched, "" where the shard is sealed here now."""
@@ -156,7 +178,7 @@ class Attempt:
 
     def _open_all(self, transfers: Sequence[Transfer], names: Mapping[int, str]) -> bytes:
         lying = {one.shard: one for one in self._ground.store.scan()}
-        for rank in sorted({transfer.shard for transfer in transfers}):
+        for rank in sorted({transfer.shard for transfer in transfers} - self._landed):
             copy = self._copies[rank]
             mapped = None
             if names.get(rank):
@@ -190,8 +212,10 @@ class Attempt:
         return "peer" if self.fetched else "memory"
 
     def read(self, transfers: Sequence[Transfer], targets: Sequence[Target], threads: int, verify: bool) -> bytes:
+        self.touched = True
+        left = [transfer for transfer in transfers if transfer.shard not in self._landed]
         try:
-            read(transfers, self.shards, targets, threads=threads, verify=verify)
+            read(left, self.shards, targets, threads=threads, verify=verify)
         except CorruptShardError as error:
             self.quarantine(error.shard_index, error.message)
             raise

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
+    from flashckpt.load.holders import Holders
     from flashckpt.store.slots import SlotStore
     from flashckpt.types import Retrieval, ShardId
 
@@ -23,6 +24,10 @@ log = logging.getLogger(__name__)
 
 class NodeMemory(Protocol):
     """What one rank of a node asks on behalf of all its ranks. One call at a time."""
+
+    @property
+    def holders(self) -> Callable[[], Holders] | None:
+        """How each rank asks other nodes for itself, past this memory. None: it can't, or is not meant to."""
 
     def inventory(self, timeout: float) -> NodeInventory:
         """What lies here now, heads checked. It may be less by the time it is read: a bad copy is set aside.
@@ -50,6 +55,8 @@ class NodeMemory(Protocol):
 
 class OwnMemory:
     """Of a node without an agent: there is nobody to fetch from."""
+
+    holders = None
 
     def __init__(self, store: SlotStore, job: str, node_id: str) -> None:
         self._store = store

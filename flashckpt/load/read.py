@@ -16,11 +16,11 @@ from flashckpt.errors import CorruptShardError
 from flashckpt.failpoints import failpoint
 from flashckpt.format.dtypes import ITEMSIZE
 from flashckpt.load.cover import keys_in_chunks
-from flashckpt.load.plan import Transfer, runs
+from flashckpt.load.plan import Int64s, Transfer, runs
 from flashckpt.state.regions import narrow
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from flashckpt.format.shard import Envelope
     from flashckpt.types import Box, Layout
@@ -73,12 +73,36 @@ def read(
                 if pieces is None:
                     pieces = by_shard[transfer.shard] = array("q")
                 _add_pieces(pieces, transfer, targets[transfer.want.target], address, bounces)
-        _count_writes([targets[transfer.want.target].tensor for transfer, _ in batch])
+        count_writes([targets[transfer.want.target].tensor for transfer, _ in batch])
         for number, pieces in by_shard.items():
             failpoint("mid_read")
             _gather(shards[number], number, pieces, threads, verify)
         for bounce in bounces:
             land(bounce.buffer, bounce.transfer.overlap, targets[bounce.transfer.want.target])
+
+
+def pieces_for(transfers: Iterable[Transfer], targets: Sequence[Target]) -> dict[int, Int64s] | None:
+    """For each shard rows of (offset in the data area, address, length), ascending: where its bytes belong.
+
+    None where they can't go straight there: a tensor on a device, of another dtype or oddly laid out, or bytes that
+    several tensors want.
+    """
+    by_shard: dict[int, array[int]] = {}
+    with collector_paused():
+        for transfer in transfers:
+            target = targets[transfer.want.target]
+            address = _address(transfer, target)
+            if address is None:
+                return None
+            _add_pieces(by_shard.setdefault(transfer.shard, array("q")), transfer, target, address, [])
+    found: dict[int, Int64s] = {}
+    for rank, triples in by_shard.items():
+        rows = np.frombuffer(triples, dtype=np.int64).reshape(-1, 3)
+        rows = rows[np.argsort(rows[:, 0], kind="stable")]
+        if (rows[:-1, 0] + rows[:-1, 2] > rows[1:, 0]).any():
+            return None
+        found[rank] = rows
+    return found
 
 
 def read_range(shard: OpenShard, number: int, offset_bytes: int, length_bytes: int, verify: bool) -> bytearray:
@@ -110,7 +134,7 @@ def _batches(transfers: Sequence[Transfer], targets: Sequence[Target]) -> Iterat
         yield batch
 
 
-def _count_writes(tensors: Sequence[torch.Tensor]) -> None:
+def count_writes(tensors: Sequence[torch.Tensor]) -> None:
     """Tells autograd, which does not see the native core write, that saved tensors are no longer what they were."""
     torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
 

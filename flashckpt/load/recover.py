@@ -104,11 +104,15 @@ class Readable(Protocol):
     def describe(self) -> None:
         """What it holds; proves that it is all there."""
 
-    def needs(self, transfers: Sequence[Transfer]) -> bytes:
+    @property
+    def touched(self) -> bool:
+        """Whether this rank's tensors may have been written to."""
+
+    def needs(self, transfers: Sequence[Transfer], targets: Sequence[Target]) -> bytes:
         """For the other ranks. Local."""
 
-    def fetch(self, transfers: Sequence[Transfer], needs: Sequence[bytes]) -> None:
-        """Brings it near."""
+    def fetch(self, transfers: Sequence[Transfer], targets: Sequence[Target], needs: Sequence[bytes]) -> None:
+        """Brings it near, or straight into the tensors."""
 
     def read(self, transfers: Sequence[Transfer], targets: Sequence[Target], threads: int, verify: bool) -> bytes:
         """Into the live tensors, verified. Local."""
@@ -210,17 +214,20 @@ class Recovery:
         what is stepped over is dead once the next one is loaded, and an agent that is being restarted is no reason.
         """
         stepped_over: list[str] = []
+        straight = True
         for generation in choice.candidates:
             copies: Copies | None = copies_of(inventory, generation)
             pauses = list(_PAUSES)
             while copies is not None:
-                attempt = Attempt(self._ground, copies)
+                attempt = Attempt(self._ground, copies, straight=straight)
                 try:
                     return use(attempt), stepped_over
                 except BaseException as error:
                     attempt.close()
                     if not isinstance(error, StepBackError):
                         raise
+                    # Agents know where nodes have moved to, and what the launch has heard of them.
+                    straight = False
                     if error.fields.get("passing") and pauses:
                         log.warning("%s: %s; trying again", generation, error.message)
                         time.sleep(pauses.pop(0))
@@ -249,7 +256,7 @@ class Recovery:
         def make_plan() -> bytes:
             with collector_paused():
                 plans.append(_plan(attempt, ground.rank, flat, live, request))
-                return attempt.needs(plans[0].transfers)
+                return attempt.needs(plans[0].transfers, live.targets)
 
         needs = agree(ground.group, ground.node, f"preparing to load {generation}", make_plan)
         mine = plans[0]
@@ -264,15 +271,17 @@ class Recovery:
             )
         planned = time.perf_counter()
         failpoint("after_plan")
-        attempt.fetch(mine.transfers, needs)
-        fetched = time.perf_counter()
-        self._touched = True
-        agree(
-            ground.group,
-            ground.node,
-            f"reading {generation}",
-            lambda: attempt.read(mine.transfers, live.targets, request.threads, request.verify),
-        )
+        try:
+            attempt.fetch(mine.transfers, live.targets, needs)
+            fetched = time.perf_counter()
+            agree(
+                ground.group,
+                ground.node,
+                f"reading {generation}",
+                lambda: attempt.read(mine.transfers, live.targets, request.threads, request.verify),
+            )
+        finally:
+            self._touched |= attempt.touched
         failpoint("after_read")
         # The owners' own code: load_state_dict of Stateful objects.
         ground.group.together(

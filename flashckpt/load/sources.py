@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -28,6 +28,8 @@ SPLIT_BYTES = 16 << 20
 _MOST_PORTIONS = 4
 # Who needs nearly all of a shard gets all of it: what is whole stays as a replica, so that it need not be copied again.
 _NEARLY_WHOLE = 7 / 8
+# Ranks of a node that need the same chunks fetch them once, by way of their agent; up to this much twice does no harm.
+_MOST_TWICE = 1.25
 
 _COUNT = struct.Struct("<I")
 _NEED = struct.Struct("<II")  # rank, ranges
@@ -40,6 +42,14 @@ class Place:
 
     node_id: str
     domain: str
+
+
+class Fetcher(NamedTuple):
+    """Who carries a retrieval out: a rank for itself, or the agent of its node, which that rank asks."""
+
+    node: int
+    rank: int  # by its place in the group
+    straight: bool  # into its tensors
 
 
 def needs_of(transfers: Iterable[Transfer], catalogue: Catalogue, near: frozenset[int]) -> Needs:
@@ -101,25 +111,52 @@ def union(many: Iterable[Needs], chunks: Mapping[int, int]) -> Needs:
     return {rank: _ranges(mask) for rank, mask in sorted(wanted.items())}
 
 
+def deal_out(
+    needs: Sequence[Needs], able: Sequence[bool], members: Sequence[Sequence[int]], chunks: Mapping[int, int]
+) -> dict[Fetcher, Needs]:
+    """Who fetches what. `needs` and `able` are of each rank, `members` are the ranks of each node.
+
+    Each rank for itself, straight into its tensors, where all of a node that lack something are able to, and need
+    different things; else the node's agent for all of them.
+    """
+    dealt: dict[Fetcher, Needs] = {}
+    for node, ranks in enumerate(members):
+        together = union([needs[rank] for rank in ranks], chunks)
+        if not together:
+            continue
+        lacking = [rank for rank in ranks if needs[rank]]
+        twice = sum(map(_count, (needs[rank] for rank in lacking))) > _MOST_TWICE * _count(together)
+        if twice or not all(able[rank] for rank in lacking):
+            dealt[Fetcher(node, ranks[0], straight=False)] = together
+        else:
+            dealt |= {Fetcher(node, rank, straight=True): needs[rank] for rank in lacking}
+    return dealt
+
+
+def _count(needs: Needs) -> int:
+    return sum(one.count for ranges in needs.values() for one in ranges)
+
+
 def plan_retrievals(
-    needs: Mapping[int, Needs], copies: Copies, catalogue: Catalogue, places: Sequence[Place]
-) -> dict[int, tuple[Retrieval, ...]]:
-    """For each node (by index) what to fetch, and from whom.
+    needs: Mapping[Fetcher, Needs], copies: Copies, catalogue: Catalogue, places: Sequence[Place]
+) -> dict[Fetcher, tuple[Retrieval, ...]]:
+    """For each fetcher what to fetch, and from whom.
 
     Largest first; each from the holder in the same failure domain, else from the one that has least to give so far;
     large ones from several at once. The other holders follow as the next to ask.
     """
     given = [0] * len(places)  # bytes that each node has to send
     jobs = []
-    for node, lacking in needs.items():
+    for fetcher, lacking in needs.items():
         for rank, ranges in lacking.items():
-            whole = _is_nearly_whole(ranges, catalogue, rank)
+            # Tensors have no room for more than they need.
+            whole = not fetcher.straight and _is_nearly_whole(ranges, catalogue, rank)
             parts = (ChunkRange(0, catalogue.chunks(rank)),) if whole else ranges
             size = sum(one.count for one in parts) * int(catalogue.shards["chunk_bytes"][rank])
-            jobs.append((-size, node, rank, whole, parts))
-    planned: dict[int, list[Retrieval]] = {}
-    for minus_size, node, rank, whole, parts in sorted(jobs, key=lambda job: job[:3]):
-        copy = copies[rank]
+            jobs.append((-size, fetcher, rank, whole, parts))
+    planned: dict[Fetcher, list[Retrieval]] = {}
+    for minus_size, fetcher, rank, whole, parts in sorted(jobs, key=lambda job: job[:3]):
+        copy, node = copies[rank], fetcher.node
         holders = [holder for holder in copy.nodes if holder != node]
         if not holders:
             raise InternalError(f"{copy.shard}: {places[node].node_id} needs it, and nobody has it")
@@ -138,10 +175,10 @@ def plan_retrievals(
             turned = order[number:] + order[:number]
             portions.append(Portion(ranges, tuple(places[holder].node_id for holder in turned)))
             given[turned[0]] += -minus_size // count
-        planned.setdefault(node, []).append(
+        planned.setdefault(fetcher, []).append(
             Retrieval(copy.shard, copy.digest, copy.tag, copy.size_bytes, whole, tuple(portions))
         )
-    return {node: tuple(retrievals) for node, retrievals in planned.items()}
+    return {fetcher: tuple(retrievals) for fetcher, retrievals in planned.items()}
 
 
 def _is_nearly_whole(ranges: Sequence[ChunkRange], catalogue: Catalogue, rank: int) -> bool:

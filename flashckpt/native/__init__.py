@@ -133,9 +133,10 @@ def receive_chunks(
 ) -> list[int]:
     """Receives `length` bytes of a data area out of a socket, those from `offset` on; returns the bad chunks.
 
-    They are chunks of `chunk_bytes`, with a checksum each, and perhaps a shorter last one; bad ones are counted from the
-    first one here, and their destinations are untouched. `pieces` are as those of `gather_read`, but sorted by their
-    offset and without shared source bytes; those outside are passed over, and bytes that no piece asks for are dropped.
+    They are chunks of `chunk_bytes`, with a checksum each, and perhaps a shorter last one; bad ones are counted from
+    the first one here, and their destinations are untouched. `pieces` are as those of `gather_read`, but sorted by
+    their offset and without shared source bytes; those outside are passed over, and bytes that no piece asks for are
+    dropped.
     `scratch` has room for two chunks; used again for the next call it is still in the cache.
 
     The socket has to be a blocking one. OSError: EAGAIN where it has a timeout and nothing came for so long, ECONNRESET

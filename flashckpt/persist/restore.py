@@ -148,6 +148,7 @@ class DiskAttempt:
         self.generation = one.generation
         self.world = 0
         self.stored: Any = {}
+        self.touched = False
         self.catalogue: Opened
 
     @property
@@ -170,15 +171,16 @@ class DiskAttempt:
         self._agree("opening", open_it)
         self.world, self.stored = self.catalogue.world, self.catalogue.stored
 
-    def needs(self, transfers: Sequence[Transfer]) -> bytes:
+    def needs(self, transfers: Sequence[Transfer], targets: Sequence[Target]) -> bytes:
         return b""
 
-    def fetch(self, transfers: Sequence[Transfer], needs: Sequence[bytes]) -> None:
+    def fetch(self, transfers: Sequence[Transfer], targets: Sequence[Target], needs: Sequence[bytes]) -> None:
         """Nothing to bring: each rank reads it in place."""
 
     def read(self, transfers: Sequence[Transfer], targets: Sequence[Target], threads: int, verify: bool) -> bytes:
         # IMPORTANT: only the disk is waited for in another thread. Streams, and whether gradients are recorded, belong
         # to this one.
+        self.touched = True
         what, timeout = f"reading {self.catalogue.where}", self._ground.timeout
         self.catalogue.read(transfers, targets, lambda load: _within(timeout, what, load))
         return b""

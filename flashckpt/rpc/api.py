@@ -235,6 +235,10 @@ class Taker(Protocol):
 
     def put_head(self, offset: int, data: bytes | memoryview) -> None: ...
 
+    def receive(self, first: int, size_bytes: int, fd: int, scratch: memoryview) -> bool:
+        """Takes whole chunks out of a socket by itself, verified and counted: whether it does. `scratch` is the lane's
+        own, for whatever it needs. OSError is the socket's."""
+
     def room_for(self, first: int, size_bytes: int) -> AbstractContextManager[memoryview] | None:
         """Where whole chunks go, to be received in place, verified and counted when the block ends; None: put them."""
 

@@ -78,6 +78,9 @@ class _Arrivals:
         with self._lock:
             self.taken_bytes += size
 
+    def receive(self, first: int, size_bytes: int, fd: int, scratch: memoryview) -> bool:
+        return False  # a replica is received into its slot
+
     def room_for(self, first: int, size_bytes: int) -> AbstractContextManager[memoryview] | None:
         place = self._receiver.room_for(first, size_bytes)
         return None if place is None else self._counted(place, size_bytes)

@@ -92,6 +92,14 @@ class Take:
 
     # What lanes bring (Basin).
 
+    def receive(self, first: int, size_bytes: int, fd: int, scratch: memoryview) -> bool:
+        indices = self._awaited_chunks(first, size_bytes)
+        with self._noted(passing=OSError):
+            taken = self._taker.receive(first, size_bytes, fd, scratch)
+        if taken:
+            self._arrived(indices, size_bytes)
+        return taken
+
     def room_for(self, first: int, size_bytes: int) -> AbstractContextManager[memoryview] | None:
         indices = self._awaited_chunks(first, size_bytes)
         with self._noted():
@@ -113,10 +121,10 @@ class Take:
         self._arrived(indices, size_bytes)
 
     @contextlib.contextmanager
-    def _noted(self) -> Iterator[None]:
+    def _noted(self, passing: type[Exception] = PeerError) -> Iterator[None]:
         try:
             yield
-        except PeerError:
+        except (PeerError, passing):
             raise  # the lane's
         except Exception as error:
             self._error = self._error or error  # before the holder can hear of it and answer

@@ -34,8 +34,11 @@ class _Copy:
     sealed: Sealed
 
 
-def find_problems(job: str, memory: Mapping[str, str], owners: Mapping[int, Sequence[str]]) -> list[str]:
-    """`memory`: each node's memory directory. `owners`: for a number of ranks, the node of each, where known."""
+def find_problems(
+    job: str, memory: Mapping[str, str], owners: Mapping[int, Sequence[str]], wiped: Mapping[str, int] | None = None
+) -> list[str]:
+    """`memory`: each node's memory directory. `owners`: for a number of ranks, the node of each, where known. `wiped`:
+    when nodes lost their memory, in milliseconds, as epochs count."""
     problems: list[str] = []
     copies: dict[ShardId, list[_Copy]] = defaultdict(list)
     records: set[Record] = set()
@@ -60,7 +63,8 @@ def find_problems(job: str, memory: Mapping[str, str], owners: Mapping[int, Sequ
     holders = {shard: {copy.node for copy in held} for shard, held in copies.items()}
     record = newest_in_force(records, fence)
     if record is not None:
-        problems += broken_promises(record, holders, owners.get(record.world, ()))
+        lost = {node for node, when in (wiped or {}).items() if record.generation.epoch < when}
+        problems += broken_promises(record, holders, owners.get(record.world, ()), lost)
     return problems
 
 
@@ -70,15 +74,22 @@ def newest_in_force(records: Collection[Record], fence: Fence | None) -> Record 
     return max(living, key=_age, default=None)
 
 
-def broken_promises(record: Record, holders: Mapping[ShardId, Collection[str]], owners: Sequence[str]) -> list[str]:
-    """Every rank's shard has to be on its own node and on as many others as the record says."""
+def broken_promises(
+    record: Record,
+    holders: Mapping[ShardId, Collection[str]],
+    owners: Sequence[str],
+    lost: Collection[str] = (),
+) -> list[str]:
+    """Every rank's shard has to be on its own node and on as many others as the record says; on any as many where its
+    own has lost its memory since."""
     problems = []
     for rank in range(record.world):
         found = next((nodes for shard, nodes in holders.items() if _is_of(shard, record, rank)), ())
         where = f"shard {rank}/{record.world} of {record.generation}, which is recorded"
-        if owners and owners[rank] not in found:
+        if owners and owners[rank] not in found and owners[rank] not in lost:
             problems.append(f"{where}: expected on its own node {owners[rank]}, found on {sorted(found) or 'none'}")
-        others = set(found) - {owners[rank]} if owners else set(sorted(found)[1:])
+        owner = owners[rank] if owners and owners[rank] in found else next(iter(sorted(found)), "")
+        others = set(found) - {owner}
         if len(others) < record.replicas:
             problems.append(
                 f"{where}: expected {record.replicas} copies on other nodes, found {len(others)}; "

@@ -303,7 +303,8 @@ class Cluster:
         deadline = time.monotonic() + timeout
         while True:
             memory = {node.name: node.memory_dir for node in self.nodes}
-            problems = find_problems(self.job, memory, self._owners_by_world())
+            wiped = {name: when for node in self.nodes for name, when in node.wiped.items()}
+            problems = find_problems(self.job, memory, self._owners_by_world(), wiped)
             for node in self.nodes:
                 problems += [f"{node.name}: process {pid} was left behind" for pid in node.leftovers()]
             if not problems or time.monotonic() >= deadline:

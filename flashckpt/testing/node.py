@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -43,6 +44,7 @@ class Node:
         self.job = job
         self.domain = domain
         self.ranks = ranks  # that a launch has here unless it says otherwise
+        self.wiped: dict[str, int] = {}  # when its memory was lost, in milliseconds since 1970, by the name it had
         self.memory_dir = str(place / "memory")
         self._scratch = scratch
         self._started: list[Process] = []
@@ -175,6 +177,7 @@ class Node:
         shutil.rmtree(self.memory_dir, ignore_errors=True)
         if os.path.lexists(self.memory_dir):
             shutil.rmtree(self.memory_dir)  # somebody wrote into it meanwhile: once more, and loudly
+        self.wiped[self.name] = int(time.time() * 1000)
 
     def replace(self, name: str | None = None) -> None:
         """The machine is lost, and a blank one takes its place: same rack and address, maybe another name."""

@@ -15,7 +15,7 @@ import contextlib
 import enum
 import hashlib
 import threading
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from flashckpt.errors import ClosedError, ConfigError
 from flashckpt.failpoints import failpoint
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from flashckpt.store.handles import Slot, SlotFile
     from flashckpt.store.slots import SlotStore
     from flashckpt.transport.stage import Table
-    from flashckpt.types import Retrieval
+    from flashckpt.types import Retrieval, ShardId
 
 
 class State(enum.Enum):
@@ -141,6 +141,9 @@ class Gathering:
                 self._file.give_memory([filling.bytes_of(one) for one in ranges])
         return sum(length for _, length in map(filling.bytes_of, ranges))
 
+    def receive(self, first: int, size_bytes: int, fd: int, scratch: memoryview) -> bool:
+        return False  # in place, where the file is mapped
+
     def room_for(self, first: int, size_bytes: int) -> AbstractContextManager[memoryview] | None:
         """Where whole chunks go, to be received in place; None: they have to be put. Counted when the block ends."""
         return self._checked(first, size_bytes).room_for(first, size_bytes)
@@ -217,10 +220,29 @@ class Gathering:
         raise ConfigError(f"{self._where}: expected {expected}, found {found}", shard=self.shard)
 
 
+class TakesHead(Protocol):
+    """What is known of a shard before its head is."""
+
+    @property
+    def shard(self) -> ShardId: ...
+
+    @property
+    def digest(self) -> bytes: ...
+
+    @property
+    def size_bytes(self) -> int: ...
+
+    @property
+    def tag(self) -> int: ...
+
+    def take_head(self, table: Table, stage: Stage) -> None:
+        """Of a head whose digest is right. A second one changes nothing."""
+
+
 class HeadReader:
     """One attempt to get the head. Nothing of it counts before all of it is known to be right."""
 
-    def __init__(self, gathering: Gathering, job: str) -> None:
+    def __init__(self, gathering: TakesHead, job: str) -> None:
         self._gathering = gathering
         self._job = job
         self._where = f"fetched copy of {gathering.shard}"

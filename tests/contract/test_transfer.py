@@ -149,6 +149,9 @@ class Taken:
         assert offset == len(self.head)
         self.head += data
 
+    def receive(self, first, size_bytes, fd, scratch):
+        return False
+
     def room_for(self, first, size_bytes):
         return None
 

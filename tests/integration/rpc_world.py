@@ -122,6 +122,9 @@ class MemoryReceiver:
             raise CorruptShardError(f"head: expected offset {len(self.head)}, found {offset}")
         self.head += data
 
+    def receive(self, first, size_bytes, fd, scratch):
+        return False
+
     def room_for(self, first, size_bytes):
         return None
 

@@ -13,7 +13,9 @@ from flashckpt.load.inventory import copies_of, encode, merge
 from flashckpt.load.plan import Transfer, Want
 from flashckpt.load.sources import (
     SPLIT_BYTES,
+    Fetcher,
     Place,
+    deal_out,
     decode_needs,
     encode_needs,
     needs_of,
@@ -82,13 +84,18 @@ def ranges_of(wanted):
     return union([mask], {0: max(wanted) + 1})[0]
 
 
+def by_agents(needs):
+    """What whole nodes need, by way of their agents."""
+    return {Fetcher(node, node, straight=False): lacking for node, lacking in needs.items()}
+
+
 @given(clusters())
 def test_every_lacking_chunk_is_asked_for_once_of_a_holder(cluster):
     _, chunks, holders, domains, needs = cluster
     places = [Place(f"n{number}", domain) for number, domain in enumerate(domains)]
-    planned = plan_retrievals(needs, copies(holders, chunks), catalogue(chunks), places)
-    assert set(planned) == {node for node, lacking in needs.items() if lacking}
-    for node, retrievals in planned.items():
+    planned = plan_retrievals(by_agents(needs), copies(holders, chunks), catalogue(chunks), places)
+    assert {fetcher.node for fetcher in planned} == {node for node, lacking in needs.items() if lacking}
+    for (node, _, _), retrievals in planned.items():
         assert {one.shard.rank for one in retrievals} == set(needs[node])
         for one in retrievals:
             rank = one.shard.rank
@@ -115,8 +122,8 @@ def test_all_ranks_make_the_same_plan(cluster):
     _, chunks, holders, domains, needs = cluster
     places = [Place(f"n{number}", domain) for number, domain in enumerate(domains)]
     shuffled = dict(sorted(needs.items(), reverse=True))
-    one = plan_retrievals(needs, copies(holders, chunks), catalogue(chunks), places)
-    two = plan_retrievals(shuffled, copies(holders, chunks), catalogue(chunks), places)
+    one = plan_retrievals(by_agents(needs), copies(holders, chunks), catalogue(chunks), places)
+    two = plan_retrievals(by_agents(shuffled), copies(holders, chunks), catalogue(chunks), places)
     assert one == two
 
 
@@ -124,7 +131,7 @@ def test_a_large_shard_comes_from_all_its_holders_at_once():
     chunks = [4 * SPLIT_BYTES // CHUNK]
     places = [Place(f"n{number}", "") for number in range(4)]
     needs = {3: {0: (ChunkRange(0, chunks[0]),)}}
-    ((one,),) = plan_retrievals(needs, copies([[0, 1, 2]], chunks), catalogue(chunks), places).values()
+    ((one,),) = plan_retrievals(by_agents(needs), copies([[0, 1, 2]], chunks), catalogue(chunks), places).values()
     assert one.whole
     assert [portion.sources[0] for portion in one.portions] == ["n0", "n1", "n2"]
     sizes = [sum(r.count for r in portion.ranges) for portion in one.portions]
@@ -136,14 +143,15 @@ def test_several_shards_are_spread_over_their_holders():
     chunks = [8] * 4
     places = [Place(f"n{number}", "") for number in range(3)]
     needs = {2: {rank: (ChunkRange(0, 8),) for rank in range(4)}}
-    (retrievals,) = plan_retrievals(needs, copies([[0, 1]] * 4, chunks), catalogue(chunks), places).values()
+    (retrievals,) = plan_retrievals(by_agents(needs), copies([[0, 1]] * 4, chunks), catalogue(chunks), places).values()
     first = [one.portions[0].sources[0] for one in retrievals]
     assert sorted(first) == ["n0", "n0", "n1", "n1"]
 
 
 def test_a_shard_that_nobody_has_is_a_bug_of_ours():
+    needs = by_agents({0: {0: (ChunkRange(0, 1),)}})
     with pytest.raises(InternalError, match="nobody has it"):
-        plan_retrievals({0: {0: (ChunkRange(0, 1),)}}, copies([[0]], [1]), catalogue([1]), [Place("n0", "")])
+        plan_retrievals(needs, copies([[0]], [1]), catalogue([1]), [Place("n0", "")])
 
 
 @given(st.data())
@@ -176,3 +184,43 @@ def test_a_node_needs_what_any_of_its_ranks_needs(many):
     for rank in range(3):
         expected = set().union(*(needs.get(rank, set()) for needs in many))
         assert (chunk_set(together[rank]) if rank in together else set()) == expected
+
+
+@given(st.data())
+def test_every_rank_gets_what_it_needs_from_itself_or_its_agent(data):
+    nodes = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
+    members = [tuple(range(sum(nodes[:n]), sum(nodes[: n + 1]))) for n in range(len(nodes))]
+    ranks = range(sum(nodes))
+    wanted = [data.draw(st.dictionaries(st.integers(0, 2), st.sets(st.integers(0, 30), min_size=1))) for _ in ranks]
+    able = [data.draw(st.booleans()) for _ in ranks]
+    needs = [{shard: ranges_of(some) for shard, some in one.items()} for one in wanted]
+    dealt = deal_out(needs, able, members, dict.fromkeys(range(3), 31))
+    for node, some in enumerate(members):
+        here = {fetcher: lacking for fetcher, lacking in dealt.items() if fetcher.node == node}
+        lacking = [rank for rank in some if wanted[rank]]
+        if not lacking:
+            assert not here
+        elif all(fetcher.straight for fetcher in here):
+            assert here == {Fetcher(node, rank, straight=True): needs[rank] for rank in lacking}
+            assert all(able[rank] for rank in lacking)
+        else:
+            assert here == {
+                Fetcher(node, some[0], straight=False): union([needs[r] for r in some], {0: 31, 1: 31, 2: 31})
+            }
+
+
+def test_ranks_that_need_the_same_chunks_have_their_agent_fetch_them():
+    whole, half, other = ({0: (ChunkRange(first, count),)} for first, count in ((0, 8), (0, 4), (4, 4)))
+    chunks = {0: 8}
+    assert {one.straight for one in deal_out([half, other], [True] * 2, [(0, 1)], chunks)} == {True}
+    assert {one.straight for one in deal_out([whole, whole], [True] * 2, [(0, 1)], chunks)} == {False}
+    assert {one.straight for one in deal_out([whole, whole], [True] * 2, [(0,), (1,)], chunks)} == {True}
+    assert {one.straight for one in deal_out([half, other], [True, False], [(0, 1)], chunks)} == {False}
+
+
+def test_what_goes_straight_into_tensors_is_no_more_than_they_need():
+    needs = {Fetcher(1, 1, straight=True): {0: (ChunkRange(0, 99),)}}
+    places = [Place("n0", ""), Place("n1", "")]
+    ((one,),) = plan_retrievals(needs, copies([[0]], [100]), catalogue([100]), places).values()
+    assert not one.whole
+    assert one.portions[0].ranges == (ChunkRange(0, 99),)

@@ -54,7 +54,8 @@ def test_lost_while(victim, trainer, agent, resumes_at, tmp_path, uninterrupted)
 
 def test_lost_while_recovering_and_while_healing(tmp_path, uninterrupted):
     with Cluster(4) as cluster:
-        job = Job(cluster, tmp_path)
+        # By way of the agents' memory, so that copies come back with the load and a third node can be spared.
+        job = Job(cluster, tmp_path, fetch="memory")
         job.launch(14, hold=[3]).holding(3)
         _, harmless = fatal_pairs(cluster, 3)
         first, second = harmless[0]

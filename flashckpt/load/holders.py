@@ -1,0 +1,80 @@
+"""The agents of other nodes, as a rank asks them itself for what its node lacks."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from flashckpt.agent.bundle_file import read_bundle
+from flashckpt.errors import PeerError
+from flashckpt.rpc.peer_client import PeerClient
+from flashckpt.wire import GetOpen
+
+if TYPE_CHECKING:
+    from flashckpt.agent.process import Options
+    from flashckpt.rpc.api import Taker
+    from flashckpt.store.slots import SlotStore
+    from flashckpt.types import ChunkRange, Session, ShardId
+    from flashckpt.wire import GetRefused
+
+
+class Holders:
+    """Speaks for this rank's node, with the credentials that its agent works with. Any thread; a context manager.
+
+    Only reads: what a holder finds in its copies, and everything that is told or pushed, is between agents.
+    """
+
+    def __init__(self, store: SlotStore, session: Session, options: Options) -> None:
+        """PeerError where the node has no credentials."""
+        kept = read_bundle(store)
+        if kept is None:
+            raise PeerError(f"{options.node_id}: expected credentials to speak to other nodes with, found none")
+        self._bundle = kept[0]
+        self._launch, self._fence = session.launch, store.read_fence()
+        self._addresses = {member.node_id: member.address for member in session.members}
+        self._options = options
+        self._lock = threading.Lock()  # protects what follows
+        self._clients: dict[str, PeerClient] = {}
+
+    def ask(
+        self,
+        node_id: str,
+        shard: ShardId,
+        digest: bytes,
+        ranges: tuple[ChunkRange, ...],
+        taker: Taker,
+        timeout: float,
+    ) -> GetRefused | None:
+        """As agent/fetching.py wants it."""
+        get = GetOpen(self._options.node_id, self._launch, self._fence, shard, digest, not ranges, ranges)
+        return self._client(node_id).get(get, taker, timeout)
+
+    def _client(self, node_id: str) -> PeerClient:
+        options = self._options
+        with self._lock:
+            if node_id not in self._clients:
+                address = self._addresses.get(node_id)
+                if not address:
+                    raise PeerError(f"node {node_id!r}: expected an address, found none", peer=node_id)
+                self._clients[node_id] = PeerClient(
+                    address,
+                    self._bundle,
+                    options.job,
+                    node_id,
+                    stall_timeout=options.peer_timeout,
+                    lanes=options.lane_policy,
+                )
+            return self._clients[node_id]
+
+    def __enter__(self) -> Holders:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends running calls. May be called twice."""
+        with self._lock:
+            clients = list(self._clients.values())
+        for client in clients:
+            client.close()
