@@ -15,6 +15,7 @@ from flashckpt.agent.start import look
 from flashckpt.testing import Cluster
 from flashckpt.testing.trainer import make_state
 from flashckpt.testing.trainers import Trainers
+from tests.flushes import flush_with_a_late_node
 
 pytestmark = [
     pytest.mark.slow,
@@ -71,6 +72,13 @@ def test_nodes_write_one_checkpoint_together(tmp_path):
         assert result.returncode == 0, result.stdout + result.stderr
         check(out / "latest", 2, 3, 1 << 20)
         assert os.readlink(out / "latest") == "step-2"
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_node_is_late(tmp_path, late):
+    with Cluster(2) as cluster:
+        flush_with_a_late_node(cluster, late, str(tmp_path / "out"), tmp_path / "fired")
+    check(tmp_path / "out" / "latest", 3, 2, 1 << 20)
 
 
 def test_the_loss_of_the_coordinator_stops_no_flush(tmp_path):

@@ -19,7 +19,17 @@ from flashckpt.persist.catalog import damaged, list_steps
 from flashckpt.persist.names import METADATA
 from flashckpt.persist.storage import open_storage
 from flashckpt.testing import Cluster
-from tests.flushes import COUNT, JOB, WAIT, checkpointers, flushers, persist_status, state, wait_until
+from tests.flushes import (
+    COUNT,
+    JOB,
+    WAIT,
+    checkpointers,
+    flush_with_a_late_node,
+    flushers,
+    persist_status,
+    state,
+    wait_until,
+)
 from tests.s3_server import write_credentials
 
 pytestmark = [
@@ -179,6 +189,15 @@ def test_nodes_write_one_step_together_and_load_it_after_all_were_lost(url, home
         loaded = again.load(timeout=120)
         assert {(one["step"], one["source"], one["matches"]) for one in loaded.values()} == {(3, "persist", True)}
         again.stop()
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_node_is_late(url, home, late, tmp_path):
+    """Also the one that cleans up and commits: what the other has begun to write is no leftover."""
+    with Cluster(2) as cluster:
+        for node in cluster.nodes:
+            node.set_environment(HOME=str(home))
+        flush_with_a_late_node(cluster, late, url, tmp_path / "fired")
 
 
 def test_credentials_that_are_missing_are_an_outcome(url, memory_dir, home):
