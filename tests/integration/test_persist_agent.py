@@ -136,11 +136,12 @@ def test_a_flush_that_dies_anywhere_leaves_the_step_before_good(
     out = tmp_path / "out"
     checkpointer = make()
     assert checkpointer.save(1, state(1)).wait("persisted", timeout=WAIT) == "ok"
-    stop_agent(memory_dir, JOB, 60.0)
     log = tmp_path / "fired"
+    # Before its end: the checkpointer starts the next agent as soon as it notices.
     monkeypatch.setenv("FLASHCKPT_TESTING", "1")
     monkeypatch.setenv("FLASHCKPT_AGENT_FAILPOINTS", f"{failpoint}={action}")
     monkeypatch.setenv("FLASHCKPT_FAILPOINTS_LOG", str(log))
+    stop_agent(memory_dir, JOB, 60.0)
     ensure_agent(Options(job=JOB, memory_dir=memory_dir, node_id="a"), 60.0)
     checkpointer.save(2, state(2))
     checkpointer.flush()

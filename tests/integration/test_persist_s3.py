@@ -122,11 +122,12 @@ def test_killed_at(url, memory_dir, tmp_path, monkeypatch, failpoint):
         checkpointer = make(keep_latest_k=2)
         for step in (1, 2):
             assert checkpointer.save(step, state(step)).wait("persisted", timeout=WAIT) == "ok"
-        stop_agent(memory_dir, JOB, 60.0)
         log = tmp_path / "fired"
+        # Before its end: the checkpointer starts the next agent as soon as it notices.
         monkeypatch.setenv("FLASHCKPT_TESTING", "1")
         monkeypatch.setenv("FLASHCKPT_AGENT_FAILPOINTS", f"{failpoint}=kill")
         monkeypatch.setenv("FLASHCKPT_FAILPOINTS_LOG", str(log))
+        stop_agent(memory_dir, JOB, 60.0)
         ensure_agent(Options(job=JOB, memory_dir=memory_dir, node_id="a"), 60.0)
         checkpointer.save(3, state(3))
         checkpointer.flush()
