@@ -50,7 +50,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_MEET_SECONDS = 120.0  # for all nodes to show what they have: much less than writing it may take
+# For all nodes to show what they have: less than writing it may take. Flushers are nice: on busy nodes their starts may
+# lie minutes apart.
+_MEET_SECONDS = 600.0
 _FENCE_SECONDS = 3600.0  # until a fence that was never renamed is given up: its writer is a trainer, on any node
 
 

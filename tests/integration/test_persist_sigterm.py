@@ -32,7 +32,7 @@ def told(directory, event):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_sigterm_to_the_launcher_brings_the_last_step_to_disk(torchrun, memory_dir, tmp_path):
     disk, out, log = tmp_path / "disk", tmp_path / "out", tmp_path / "log"
     out.mkdir()
