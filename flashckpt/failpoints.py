@@ -11,6 +11,7 @@ import errno
 import os
 import re
 import signal
+import threading
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -73,7 +74,8 @@ def _fire(name: str, armed: _Armed) -> None:
     if armed.action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif armed.action == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
+        # IMPORTANT: to this thread. Sent to the process, another thread may take it, and this one goes on for a while.
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
     elif armed.action == "sleep":
         time.sleep(float(armed.argument))
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -12,9 +13,12 @@ import torch.distributed.checkpoint as dcp
 
 import flashckpt
 from flashckpt.agent.start import look, stop_agent
+from flashckpt.persist.catalog import damaged, list_steps
+from flashckpt.persist.storage import open_storage
 
 JOB = "run1"
-WAIT = 120.0
+# The flusher is nice: beside a few busy processes, its start alone takes two minutes.
+WAIT = 400.0
 COUNT = 100_000  # numbers in a state: 400 kB
 
 
@@ -44,6 +48,37 @@ def checkpointers(memory_dir, persist_dir):
             checkpointer.close()
         with contextlib.suppress(flashckpt.FlashError):
             stop_agent(memory_dir, JOB, 30.0, kill=True)
+
+
+def flush_with_a_late_node(cluster, late, persist_dir, log):
+    """Two nodes or more flush step 3 together, in their first attempt. One of them begins only when another has
+    shown what it has, however long that takes."""
+    cluster[late].set_environment(
+        FLASHCKPT_TESTING="1", FLASHCKPT_AGENT_FAILPOINTS="before_flush=stop", FLASHCKPT_FAILPOINTS_LOG=str(log)
+    )
+    storage = open_storage(persist_dir)
+    config = {"persist_dir": persist_dir, "persist_on_exit": False, "replicas": 1}
+    trainers = cluster.trainers(config=config)
+    trainers.wait_started()
+    number = trainers.send("save", step=3, level="persisted", timeout=WAIT)
+    name, pid = wait_until(lambda: log.exists() and log.read_text(), "the late node").split()
+    assert name == "before_flush"
+
+    def shown():
+        places = [place for place in storage.list() or {} if place.startswith("step-3")]
+        return [name for place in places for name in storage.list(place) or {} if name.startswith("__flash_layout")]
+
+    wait_until(shown, "what the others have")
+    os.kill(int(pid), signal.SIGCONT)
+    levels = trainers.wait_for("level", number=number, timeout=WAIT + 10)
+    assert {one["level"] for one in levels.values()} == {"persisted"}, levels
+    # The failpoint stops every flusher of the node, and only one was let go: there was no second attempt.
+    assert log.read_text().split() == [name, pid]
+    assert storage.latest() == "step-3"
+    assert sorted(storage.list()) == ["latest", "step-3"]
+    (step,) = list_steps(storage)
+    assert not step.problem
+    assert damaged(storage, step) == []
 
 
 def state(step):

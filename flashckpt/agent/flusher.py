@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _GRACE_SECONDS = 30.0  # beyond the time that a flush gets, for its own end
+# Until it has imported torch: it is nice, and on a busy machine that alone takes minutes.
+_START_SECONDS = 600.0
 _REAP_SECONDS = 5.0
 _MAX_LINE_BYTES = 64 << 10
 _SESSION_NICENESS = 10
@@ -118,15 +120,16 @@ class Flusher:
             _reap(process, _REAP_SECONDS)
 
     def _watch(self, process: subprocess.Popen[bytes], spec: FlushSpec) -> str:
-        limit = spec.settings.timeout + _GRACE_SECONDS
-        deadline = time.monotonic() + limit
+        limit = _Limit("start", _START_SECONDS)
         try:
             _tell(process, encode_spec(spec) + b"\n")
         except BrokenPipeError:
             return _died(process)
-        for line in _lines(process, deadline):
+        for line in _lines(process, limit):
             answer = _parse(line)
-            if answer.get("state") == "writing":
+            if answer.get("state") == "begun":
+                limit.set("end", spec.settings.timeout + _GRACE_SECONDS)
+            elif answer.get("state") == "writing":
                 self.done_bytes = int(answer.get("done_bytes", 0))
             elif answer.get("state") == "done":
                 self.done_bytes, self._seconds = int(answer.get("size_bytes", 0)), float(answer.get("seconds", 0.0))
@@ -137,14 +140,29 @@ class Flusher:
                 return f"{answer.get('reason', 'no reason given')}{hint}"
         if self._stopped:
             return "it is not wanted any more"
-        if time.monotonic() >= deadline:
-            return f"expected it to end within {limit:g} s, found that it hangs"
+        if limit.left <= 0:
+            return f"expected it to {limit.what} within {limit.seconds:g} s, found that it hangs"
         return _died(process)
 
     def _report_rot(self, spec: FlushSpec, answer: dict[str, Any]) -> None:
         rank = answer.get("shard")
         if isinstance(rank, int) and rank in spec.ranks:
             self._feed(Rotten(ShardId(spec.generation, rank, spec.world), str(answer.get("reason"))))
+
+
+class _Limit:
+    """How long the process may take for what it is to do next."""
+
+    def __init__(self, what: str, seconds: float) -> None:
+        self.set(what, seconds)
+
+    def set(self, what: str, seconds: float) -> None:
+        self.what, self.seconds = what, seconds
+        self._deadline = time.monotonic() + seconds
+
+    @property
+    def left(self) -> float:
+        return self._deadline - time.monotonic()
 
 
 def _tell(process: subprocess.Popen[bytes], line: bytes) -> None:
@@ -154,15 +172,15 @@ def _tell(process: subprocess.Popen[bytes], line: bytes) -> None:
     process.stdin.flush()
 
 
-def _lines(process: subprocess.Popen[bytes], deadline: float) -> Any:
-    """What it says, until it ends or the deadline passes."""
+def _lines(process: subprocess.Popen[bytes], limit: _Limit) -> Any:
+    """What it says, until it ends or the limit, which may be set anew meanwhile, is reached."""
     if process.stdout is None:
         return
     fd = process.stdout.fileno()
     poll = select.poll()
     poll.register(fd, select.POLLIN | select.POLLHUP)
     buffered = b""
-    while (left := deadline - time.monotonic()) > 0:
+    while (left := limit.left) > 0:
         if not poll.poll(min(left, 1.0) * 1000):
             continue
         data = os.read(fd, _MAX_LINE_BYTES)

@@ -52,6 +52,7 @@ def main() -> int:
         from flashckpt.persist.flush import flush
 
         torch.set_num_threads(1)  # training has the cores
+        say(state="begun")
         told = flush(spec, progress)
     except FlashError as error:
         say(state="failed", reason=error.message, hint=error.hint, shard=_shard_of(error))

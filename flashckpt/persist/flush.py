@@ -22,11 +22,12 @@ from flashckpt.persist.exchange import Exchange
 from flashckpt.persist.index import encode_index
 from flashckpt.persist.meta import PERMANENT, FileInfo, Meta, encode_meta, json_part
 from flashckpt.persist.names import (
+    FENCE,
     META_JSON,
     METADATA,
+    aside_of,
     attempt_of,
     checksums_name,
-    is_aside,
     is_deleting,
     is_of_attempt,
     step_name,
@@ -49,7 +50,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_MEET_SECONDS = 120.0  # for all nodes to show what they have: much less than writing it may take
+# For all nodes to show what they have: less than writing it may take. Flushers are nice: on busy nodes their starts may
+# lie minutes apart.
+_MEET_SECONDS = 600.0
+_FENCE_SECONDS = 3600.0  # until a fence that was never renamed is given up: its writer is a trainer, on any node
 
 
 def flush(spec: FlushSpec, progress: Callable[[int], None] = lambda _: None) -> dict[str, Any]:
@@ -57,9 +61,9 @@ def flush(spec: FlushSpec, progress: Callable[[int], None] = lambda _: None) -> 
     directory then, which the next flush removes."""
     began = time.monotonic()
     storage = open_storage(spec.settings.directory)
-    if spec.coordinates:
-        sweep(storage, spec.attempt)
     failpoint("before_flush")
+    if spec.coordinates:
+        sweep(storage, spec.generation.step, spec.attempt)
     there = look(storage, step_name(spec.generation.step), spec.generation.step)
     if there.meta is not None and there.generation == spec.generation and not there.problem:
         # The agent before this one died between the commit and its word of it.
@@ -134,15 +138,21 @@ def flush(spec: FlushSpec, progress: Callable[[int], None] = lambda _: None) -> 
     return told
 
 
-def sweep(storage: Storage, attempt: str) -> None:
-    """Removes what flushes and deletions that died have left. One flush at a time: nobody else is writing."""
-    for name in storage.list() or {}:
-        left = attempt_of(name)
+def sweep(storage: Storage, step: int, attempt: str) -> None:
+    """Removes what flushes and deletions that died have left. One flush at a time: nobody but this attempt's nodes is
+    writing, and those may have begun before this one."""
+    for name, entry in (storage.list() or {}).items():
+        left, aside = attempt_of(name), aside_of(name)
         # Where there is no rename, an attempt that died leaves files of its own in a step without a marker.
-        inside = (storage.list(name) or {}) if is_url(storage.root) and step_of(name) is not None else {}
+        # IMPORTANT: not in this step, where quicker nodes have written; what died there goes with the commit.
+        is_other_step = is_url(storage.root) and step_of(name) not in (None, step)
+        inside = (storage.list(name) or {}) if is_other_step else {}
         if inside and METADATA not in inside and all(map(is_of_attempt, inside)):
             _remove(storage, name)
-        if is_deleting(name) or is_aside(name) or (left is not None and left != attempt):
+        # A load may be writing one right now: no flush waits for it, nor it for one.
+        is_new_fence = aside == FENCE and time.time() - entry.modified_at < _FENCE_SECONDS
+        is_aside = aside is not None and not is_new_fence
+        if is_deleting(name) or is_aside or (left is not None and left != attempt):
             _log.info("removing %s/%s, which a flush that ended early left behind", storage.root, name)
             _remove(storage, name)
 

@@ -16,7 +16,7 @@ _STEP = re.compile(r"step-(0|[1-9][0-9]{0,18})")
 # How others name the directory of a step.
 _FOREIGN_STEP = re.compile(r"(?:step[-_]?|checkpoint-)([0-9]{1,19})(?:_ckpt)?")
 _TEMPORARY = re.compile(r"step-(?:0|[1-9][0-9]{0,18})\.tmp-([0-9a-f]{16})")
-_ASIDE = re.compile(r"(?:latest|fence\.json)\.tmp-[0-9a-f]{16}")
+_ASIDE = re.compile(r"(latest|fence\.json)\.tmp-[0-9a-f]{16}")
 _DATA = re.compile(r"__([0-9]{1,9})_")
 _SUFFIXED = re.compile(r"__.+-[0-9a-f]{16}\.(?:distcp|flash|json)")
 _DELETING = re.compile(r".+\.deleting-[0-9a-f]{16}")
@@ -42,9 +42,10 @@ def attempt_of(name: str) -> str | None:
     return None if match is None else match[1]
 
 
-def is_aside(name: str) -> bool:
-    """A small file that was to be renamed, and never was."""
-    return _ASIDE.fullmatch(name) is not None
+def aside_of(name: str) -> str | None:
+    """The name that this small file is to be renamed to, or never was; None for every other name."""
+    match = _ASIDE.fullmatch(name)
+    return None if match is None else match[1]
 
 
 def is_of_attempt(name: str) -> bool:

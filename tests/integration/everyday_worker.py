@@ -122,7 +122,7 @@ def main():
             time.sleep(0.005 if rank else 0.02)  # clocks and speeds that differ
         last = manager.save(start + STEPS, last_step=True, extra={"tokens": -1}, compat={"width": 16})
         seen["steps"].append(start + STEPS)
-        seen["persisted"] = str(last.wait("persisted", timeout=120))
+        seen["persisted"] = str(last.wait("persisted", timeout=400))
         metrics = manager.metrics()
         seen["age"] = metrics.age_seconds
         seen["newest"] = metrics.newest_step

@@ -38,7 +38,7 @@ def main(mode, memory_dir, out):
     with flashckpt.Checkpointer(config) as checkpointer:
         if mode == "save":
             handle = checkpointer.save(7, state(full), extra={"tokens": 9})
-            outcome = handle.wait("persisted", timeout=150)
+            outcome = handle.wait("persisted", timeout=350)
             assert outcome == "ok", handle.reason
         else:
             live = state(lambda key: torch.zeros(13, 10))

@@ -481,6 +481,7 @@ def test_ranks_save_die_and_come_back_with_what_they_saved():
         for pid in stopped:
             os.kill(pid, signal.SIGSTOP)
         number = again.send("status")
+        again.wait_for("status", number=number, ranks=[0])
         with pytest.raises(DeadlineError, match=r"ranks \[1\]"):
             again.wait_for("status", number=number, timeout=1)
         for pid in stopped:

@@ -15,6 +15,8 @@ from flashckpt.testing import Cluster, processes
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 LIMIT = 400  # seconds; a machine under load is no failure
 STEPS, EVERY = 40, 4
+# The rank stands still in its fourth save: however late it is killed, it has not come to the end.
+HALTED = {"FLASHCKPT_TESTING": "1", "FLASHCKPT_FAILPOINTS": "before_seal=stop@4"}
 
 
 class Torchrun:
@@ -62,7 +64,7 @@ def test_the_example_goes_on_where_it_was_killed(tmp_path):
         assert sorted(whole.losses(0)) == list(range(1, STEPS + 1))
         assert whole.losses(0) == whole.losses(1)
 
-        first = Torchrun(cluster[0], tmp_path / "first", *here)
+        first = Torchrun(cluster[0], tmp_path / "first", *here, **HALTED)
         first.wait_for_step(2 * EVERY + 1)
         agent = cluster[0].agent_pid()
         # Stopped before, so that it comes at one stroke: nobody notices that another is gone.
@@ -91,15 +93,15 @@ def test_a_blank_node_joins_the_torchrun_that_went_on(tmp_path):
     with Cluster(2, job="example") as cluster:
         endpoint = f"{cluster[0].host.rendezvous_address(0)}:{cluster[0].host.free_port()}"
 
-        def start(node, name):
+        def start(node, name, **environment):
             options = (
                 *("--nnodes=2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-id=example"),
                 *(f"--rdzv-endpoint={endpoint}", f"--rdzv-conf=is_host={int(node is cluster[0])}"),
                 f"--local-addr={node.host.rendezvous_address(node.index)}",
             )
-            return Torchrun(node, tmp_path / name, *options, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+            return Torchrun(node, tmp_path / name, *options, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", **environment)
 
-        kept, lost = start(cluster[0], "kept"), start(cluster[1], "lost")
+        kept, lost = start(cluster[0], "kept"), start(cluster[1], "lost", **HALTED)
         kept.wait_for_step(2 * EVERY + 1)
         cluster[1].replace("blank")
         assert kept.process.returncode is None

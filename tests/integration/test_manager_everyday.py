@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 WORKER = Path(__file__).parent / "everyday_worker.py"
 LAST = 31  # step of the first launch's end
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 
 def publish(directory):
@@ -38,7 +38,7 @@ def test_the_guide_from_end_to_end(tmp_path):
 
     def launch(which):
         started = cluster.torchrun(WORKER, str(out), str(disk), str(tmp_path / "hf"), which)
-        assert started.wait(240) == [0, 0], started.output
+        assert started.wait(600) == [0, 0], started.output
         return [json.loads((out / f"{which}{rank}.json").read_text()) for rank in range(2)]
 
     with Cluster(2) as cluster:

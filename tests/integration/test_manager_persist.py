@@ -15,12 +15,11 @@ from torch import nn
 
 import flashckpt
 from flashckpt.agent.start import stop_agent
-
-WAIT = 120.0
+from tests.flushes import WAIT
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
-    pytest.mark.timeout(280),
+    pytest.mark.timeout(1500),
 ]
 
 

@@ -28,7 +28,8 @@ def told(directory, event):
     """{rank: [what each rank said of this event]}."""
     found = {}
     for path in sorted(Path(directory).iterdir()):
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        # The last line may be half written.
+        lines = [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
         found[int(path.name.removeprefix("rank"))] = [line for line in lines if line["event"] == event]
     return found
 

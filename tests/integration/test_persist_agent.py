@@ -5,21 +5,27 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
 
 import flashckpt
+from flashckpt.agent import flusher as flusher_module
 from flashckpt.agent.process import Options
 from flashckpt.agent.start import ensure_agent, look, stop_agent
+from flashckpt.persist.spec import FlushSpec
+from flashckpt.types import PersistSettings
 from tests.conftest import environment
 from tests.flushes import JOB, WAIT, checkpointers, persist_status, plain_load, state, wait_until
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
-    pytest.mark.timeout(280),
+    pytest.mark.timeout(1500),
 ]
 
 
@@ -96,9 +102,9 @@ def test_the_newest_generation_is_flushed_when_the_trainers_end(memory_dir, tmp_
 
 
 def test_an_agent_that_is_told_to_stop_flushes_first(make, memory_dir, tmp_path):
-    checkpointer = make(persist_on_exit=True)
+    checkpointer = make(persist_on_exit=True, persist_drain_timeout=WAIT)
     checkpointer.save(7, state(7))
-    stop_agent(memory_dir, JOB, 100.0)
+    stop_agent(memory_dir, JOB, WAIT + 30)
     assert plain_load(tmp_path / "out" / "latest")["step"] == 7
 
 
@@ -136,11 +142,12 @@ def test_a_flush_that_dies_anywhere_leaves_the_step_before_good(
     out = tmp_path / "out"
     checkpointer = make()
     assert checkpointer.save(1, state(1)).wait("persisted", timeout=WAIT) == "ok"
-    stop_agent(memory_dir, JOB, 60.0)
     log = tmp_path / "fired"
+    # Before its end: the checkpointer starts the next agent as soon as it notices.
     monkeypatch.setenv("FLASHCKPT_TESTING", "1")
     monkeypatch.setenv("FLASHCKPT_AGENT_FAILPOINTS", f"{failpoint}={action}")
     monkeypatch.setenv("FLASHCKPT_FAILPOINTS_LOG", str(log))
+    stop_agent(memory_dir, JOB, 60.0)
     ensure_agent(Options(job=JOB, memory_dir=memory_dir, node_id="a"), 60.0)
     checkpointer.save(2, state(2))
     checkpointer.flush()
@@ -185,6 +192,37 @@ def test_a_disk_that_hangs_is_an_outcome_too(make, memory_dir, tmp_path, monkeyp
     )
     assert "on disk: nothing yet" in shown.stdout, shown.stdout + shown.stderr
     assert "it hangs" in shown.stdout
+
+
+@pytest.mark.slow
+def test_a_flusher_that_is_slow_to_start_does_not_hang(memory_dir, tmp_path, monkeypatch):
+    """What it needs until it can begin is not taken from the time of the flush."""
+    monkeypatch.setattr(flusher_module, "_GRACE_SECONDS", 0.0)
+    ended = queue.Queue()
+    with flashckpt.Checkpointer(flashckpt.CheckpointConfig(job=JOB, memory_dir=memory_dir)) as checkpointer:
+        spec = FlushSpec(
+            job=JOB,
+            memory_dir=memory_dir,
+            node_id="a",
+            generation=checkpointer.save(1, state(1)).generation,
+            world=1,
+            writers=(("a", (0,)),),
+            coordinates=True,
+            attempt=f"{1:016x}",
+            reason="test",
+            settings=PersistSettings(str(tmp_path / "out"), timeout=10.0),
+        )
+        flusher = flusher_module.Flusher(ended.put)
+        flusher.start(spec)
+        try:
+            process = wait_until(lambda: flusher._process, "the process")
+            process.send_signal(signal.SIGSTOP)
+            time.sleep(11.0)
+            process.send_signal(signal.SIGCONT)
+            assert ended.get(timeout=WAIT).reason == ""
+        finally:
+            flusher.stop()
+    assert plain_load(tmp_path / "out" / "latest")["step"] == 1
 
 
 def test_memory_only_has_nothing_to_flush(make):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 
 import pytest
 import torch
@@ -15,10 +14,11 @@ from flashckpt.agent.start import look
 from flashckpt.testing import Cluster
 from flashckpt.testing.trainer import make_state
 from flashckpt.testing.trainers import Trainers
+from tests.flushes import WAIT, flush_with_a_late_node, wait_until
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(280),
+    pytest.mark.timeout(1500),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
 ]
 
@@ -40,20 +40,12 @@ def check(path, step, world, size_bytes):
             assert torch.equal(got["__rank__"][str(rank)]["mine"][key], value), (rank, key)
 
 
-def wait_until(condition, what, timeout=120.0):
-    deadline = time.monotonic() + timeout
-    while not (found := condition()):
-        assert time.monotonic() < deadline, what
-        time.sleep(0.1)
-    return found
-
-
 def test_nodes_write_one_checkpoint_together(tmp_path):
     out = tmp_path / "out"
     with Cluster(2, ranks_per_node=[2, 1]) as cluster:
         trainers = cluster.trainers(config={"persist_dir": str(out), "persist_on_exit": False, "replicas": 1})
         trainers.wait_started()
-        levels = trainers.save(1, "persisted", timeout=120)
+        levels = trainers.save(1, "persisted", timeout=WAIT)
         assert {one["level"] for one in levels.values()} == {"persisted"}, levels
         check(out / "latest", 1, 3, 1 << 20)
         assert sorted(os.listdir(out)) == ["latest", "step-1"]
@@ -67,10 +59,18 @@ def test_nodes_write_one_checkpoint_together(tmp_path):
         cluster[1].kill()
         agent = cluster[0].agent_pid()
         assert agent is not None
-        result = cluster[0].python("-m", "flashckpt.cli", "flush", "--job", cluster.job, "--wait", "120", timeout=150)
+        command = ("flush", "--job", cluster.job, "--wait", f"{WAIT:g}")
+        result = cluster[0].python("-m", "flashckpt.cli", *command, timeout=WAIT + 30)
         assert result.returncode == 0, result.stdout + result.stderr
         check(out / "latest", 2, 3, 1 << 20)
         assert os.readlink(out / "latest") == "step-2"
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_node_is_late(tmp_path, late):
+    with Cluster(2) as cluster:
+        flush_with_a_late_node(cluster, late, str(tmp_path / "out"), tmp_path / "fired")
+    check(tmp_path / "out" / "latest", 3, 2, 1 << 20)
 
 
 def test_the_loss_of_the_coordinator_stops_no_flush(tmp_path):
@@ -83,7 +83,7 @@ def test_the_loss_of_the_coordinator_stops_no_flush(tmp_path):
         cluster[0].kill()
         cluster[0].wipe()
         trainers.kill()
-        wait_until(lambda: (out / "latest").exists(), "another member to order the flush", timeout=200.0)
+        wait_until(lambda: (out / "latest").exists(), "another member to order the flush")
         check(out / "latest", 6, 3, 1 << 20)
         meta = json.loads((out / "step-6" / "meta.json").read_text())
         assert (meta["world"], meta["reason"]) == (3, "the trainers ended")

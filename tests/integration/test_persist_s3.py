@@ -19,12 +19,22 @@ from flashckpt.persist.catalog import damaged, list_steps
 from flashckpt.persist.names import METADATA
 from flashckpt.persist.storage import open_storage
 from flashckpt.testing import Cluster
-from tests.flushes import COUNT, JOB, WAIT, checkpointers, flushers, persist_status, state, wait_until
+from tests.flushes import (
+    COUNT,
+    JOB,
+    WAIT,
+    checkpointers,
+    flush_with_a_late_node,
+    flushers,
+    persist_status,
+    state,
+    wait_until,
+)
 from tests.s3_server import write_credentials
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(2000),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
     # Of the S3 libraries' own, not of ours.
     pytest.mark.filterwarnings("ignore::DeprecationWarning:botocore"),
@@ -112,11 +122,12 @@ def test_killed_at(url, memory_dir, tmp_path, monkeypatch, failpoint):
         checkpointer = make(keep_latest_k=2)
         for step in (1, 2):
             assert checkpointer.save(step, state(step)).wait("persisted", timeout=WAIT) == "ok"
-        stop_agent(memory_dir, JOB, 60.0)
         log = tmp_path / "fired"
+        # Before its end: the checkpointer starts the next agent as soon as it notices.
         monkeypatch.setenv("FLASHCKPT_TESTING", "1")
         monkeypatch.setenv("FLASHCKPT_AGENT_FAILPOINTS", f"{failpoint}=kill")
         monkeypatch.setenv("FLASHCKPT_FAILPOINTS_LOG", str(log))
+        stop_agent(memory_dir, JOB, 60.0)
         ensure_agent(Options(job=JOB, memory_dir=memory_dir, node_id="a"), 60.0)
         checkpointer.save(3, state(3))
         checkpointer.flush()
@@ -164,7 +175,7 @@ def test_nodes_write_one_step_together_and_load_it_after_all_were_lost(url, home
         config = {"persist_dir": url, "persist_on_exit": False, "replicas": 1}
         trainers = cluster.trainers(launcher="torchrun", config=config)
         trainers.wait_started()
-        levels = trainers.save(3, "persisted", timeout=150)
+        levels = trainers.save(3, "persisted", timeout=WAIT)
         assert {one["level"] for one in levels.values()} == {"persisted"}, levels
         storage = open_storage(url)
         assert storage.latest() == "step-3"
@@ -181,12 +192,21 @@ def test_nodes_write_one_step_together_and_load_it_after_all_were_lost(url, home
         again.stop()
 
 
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_node_is_late(url, home, late, tmp_path):
+    """Also the one that cleans up and commits: what the other has begun to write is no leftover."""
+    with Cluster(2) as cluster:
+        for node in cluster.nodes:
+            node.set_environment(HOME=str(home))
+        flush_with_a_late_node(cluster, late, url, tmp_path / "fired")
+
+
 def test_credentials_that_are_missing_are_an_outcome(url, memory_dir, home):
     (home / ".aws" / "credentials").unlink()
     with checkpointers(memory_dir, url) as make:
         checkpointer = make()
         checkpointer.save(1, state(1))
         checkpointer.flush()
-        found = wait_until(lambda: (p := persist_status(memory_dir))["failures"] and p, "the failure", 2 * WAIT)
+        found = wait_until(lambda: (p := persist_status(memory_dir))["failures"] and p, "the failure")
         assert "redentials" in found["problem"], found
         assert checkpointer.save(2, state(2)).outcome == flashckpt.Outcome.OK

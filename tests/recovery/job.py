@@ -141,6 +141,10 @@ def lose(*nodes, name=None):
     """The machines are gone with their memory; blank ones take their place."""
     for node in nodes:
         assert held_bytes(node) > 0, f"{node.name} has nothing to lose"
+    # All at once: agents that are left begin to make new copies a few seconds after a loss.
+    for node in nodes:
+        node.kill()
+    for node in nodes:
         node.replace(name)
         assert not os.path.exists(node.memory_dir)
         assert node.agent_pid() is None

@@ -19,9 +19,10 @@ def scan(node):
 
 
 def holders(cluster, step):
-    """{rank: names of the nodes that hold its shard of the newest generation of `step`}"""
+    """{rank: names of the nodes that hold its shard of the newest generation of `step`}; empty where nobody has any."""
     held = {node.name: [shard for shard in scan(node) if shard.generation.step == step] for node in cluster.nodes}
-    newest = max((shard.generation for shards in held.values() for shard in shards), key=lambda one: one.epoch)
+    there = (shard.generation for shards in held.values() for shard in shards)
+    newest = max(there, key=lambda one: one.epoch, default=None)
     found = {}
     for name, shards in held.items():
         for shard in shards:

@@ -10,9 +10,10 @@ import os
 import pytest
 
 from flashckpt.testing import Cluster
+from tests.flushes import WAIT
 from tests.recovery.job import Job, lose, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 def persisted(out, step):
@@ -22,7 +23,7 @@ def persisted(out, step):
         name = os.readlink(out / "latest") if (out / "latest").is_symlink() else "step-0"
         return int(name.removeprefix("step-"))
 
-    wait_until(lambda: newest() >= step, f"step {step} in {out}")
+    wait_until(lambda: newest() >= step, f"step {step} in {out}", timeout=WAIT)
     return newest()
 
 

@@ -40,6 +40,8 @@ def test_lost_while(victim, trainer, agent, resumes_at, tmp_path, uninterrupted)
         wait_until(fired.exists, "the failpoint fires")
         attempt.wait_for("step", step=4)
         if resumes_at == 3:
+            # The others are about to save, or have saved.
+            wait_until(lambda: holders(cluster, 4).keys() >= {0, 1, 2} - {victim}, "the other ranks have saved step 4")
             assert victim not in {rank for rank, names in holders(cluster, 4).items() if len(names) > 1}
         lose(cluster[victim])
         disarm(cluster[victim])
@@ -95,9 +97,10 @@ def test_copies_come_back_without_a_save(tmp_path):
     with Cluster(3) as cluster:
         job = Job(cluster, tmp_path)
         job.launch(14, hold=[2]).holding(2)
+        # Before the loss: agents that are left begin to copy a few seconds after it.
+        assert any(len(names) == 2 and cluster[1].name in names for names in holders(cluster, 2).values())
         lose(cluster[1])
         job.attempts[-1].kill()
-        assert any(len(names) == 1 for names in holders(cluster, 2).values())
         attempt = job.launch(14, arguments=["--hold-loaded"])
         attempt.resumed(2)
         wait_until(lambda: all(len(names) >= 2 for names in holders(cluster, 2).values()), "every shard has a copy")

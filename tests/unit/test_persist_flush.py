@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+import uuid
 
 import pytest
 import torch
@@ -17,7 +19,8 @@ from flashckpt import failpoints
 from flashckpt.errors import CorruptShardError
 from flashckpt.format.dtypes import ITEMSIZE
 from flashckpt.persist.catalog import damaged, list_steps
-from flashckpt.persist.flush import flush
+from flashckpt.persist.exchange import Exchange
+from flashckpt.persist.flush import flush, sweep
 from flashckpt.persist.local import LocalStorage
 from flashckpt.persist.names import METADATA, per_rank_key
 from flashckpt.persist.spec import FlushSpec, decode_spec, encode_spec
@@ -242,6 +245,45 @@ def test_leftovers_of_dead_flushes_go_and_retention_keeps_its_promises(checkpoin
         flush(spec_of(memory_dir, tmp_path, handle, keep_latest_k=2, keep_every=2))
     assert sorted(os.listdir(tmp_path)) == ["latest", "notes", "step-2", "step-3", "step-4", "step-5"]
     assert os.readlink(tmp_path / "latest") == "step-5"
+
+
+@pytest.mark.parametrize("kind", ["local", "memory"])
+def test_what_is_being_written_is_not_swept(tmp_path, kind):
+    """By quicker nodes of the same attempt. Of other steps, what dead attempts left goes."""
+    url = str(tmp_path / "out") if kind == "local" else f"memory://{uuid.uuid4().hex}/out"
+    storage = open_storage(url)
+    dead, present = "00000000000000aa", "00000000000000bb"
+    left = storage.stage(3, dead)
+    Exchange(storage, left, ["a", "b"], "b", 0.0).offer([])
+    stage = storage.stage(4, present)
+    quick = Exchange(storage, stage, ["a", "b"], "b", 0.0)
+    quick.offer([])
+    sweep(storage, 4, present)
+    assert not storage.list(left.place)
+    assert len(storage.list(stage.place)) == 1
+    Exchange(storage, stage, ["a", "b"], "a", 0.0).offer([])
+    assert quick.offered() == []
+
+
+def test_a_dead_attempt_at_the_same_step_goes_with_the_commit(checkpointer, memory_dir):
+    url = f"memory://{uuid.uuid4().hex}/out"
+    storage = open_storage(url)
+    dead = storage.stage(3, "00000000000000aa")
+    Exchange(storage, dead, ["a", "b"], "b", 0.0).offer([])
+    flush(spec_of(memory_dir, url, checkpointer.save(3, {"a": torch.zeros(3)})))
+    names = storage.list("step-3")
+    assert METADATA in names
+    assert not [name for name in names if dead.suffix in name]
+
+
+def test_a_fence_that_is_being_written_is_not_swept(tmp_path):
+    now = time.time()
+    aside = {"fence.json.tmp-00000000000000aa": now, "fence.json.tmp-00000000000000ab": now - 7200}
+    for name, written_at in aside.items():
+        (tmp_path / name).write_text("{}")
+        os.utime(tmp_path / name, (written_at, written_at))
+    sweep(LocalStorage(str(tmp_path)), 1, "00000000000000aa")
+    assert os.listdir(tmp_path) == ["fence.json.tmp-00000000000000aa"]
 
 
 def test_a_failed_deletion_fails_no_flush_and_is_repeated(checkpointer, memory_dir, tmp_path, monkeypatch, caplog):
