@@ -14,8 +14,9 @@ import time
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from flashckpt.agent.commit import launch_of, threshold
-from flashckpt.agent.core import AgentCore, Limits
+from flashckpt.agent.core import AgentCore
 from flashckpt.agent.flusher import Flusher
+from flashckpt.agent.limits import Limits
 from flashckpt.agent.messages import (
     Begun,
     FlushWanted,
