@@ -5,74 +5,53 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import os
-import struct
 import threading
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flashckpt.agent.session import decode_session
-from flashckpt.collector import collector_paused
 from flashckpt.config import CheckpointConfig, Settings, resolve
 from flashckpt.errors import (
-    AgentError,
-    AmbiguousHistoryError,
-    BusyError,
     ClosedError,
     ConfigError,
     ConflictError,
-    CorruptShardError,
     DeadlineError,
-    FencedError,
     FlashError,
     NotFoundError,
-    OtherRankError,
-    UnsupportedValueError,
     UnusableError,
 )
-from flashckpt.group import PrivateGroup
-from flashckpt.launch import agree_launch, agree_topology
 from flashckpt.load.ground import Ground
-from flashckpt.load.memory import OwnMemory
 from flashckpt.load.readback import read_back
 from flashckpt.load.recover import Recovery, Request
+from flashckpt.load.take_over import highest_epoch, put_fence, take_over
+from flashckpt.opening import open_all
 from flashckpt.persist.restore import load_newest, remember_fence, take_disk_inventory
+from flashckpt.save.attempts import Attempts
 from flashckpt.save.handle import SaveHandle
+from flashckpt.save.outcomes import CALLERS_FAULT, OUTCOMES, Outcomes
 from flashckpt.save.overlap import Overlap
-from flashckpt.save.plan import Planner, SavePlan
+from flashckpt.save.prepare import Prepared, Preparer
 from flashckpt.save.prewarm import Prewarm
-from flashckpt.save.retention import State, Verdict
-from flashckpt.save.slots import OwnSlots
+from flashckpt.save.retention import State
 from flashckpt.save.snapshot import when_ready
-from flashckpt.save.values import KnownPaths, pack
 from flashckpt.save.write import ShardWriter
-from flashckpt.state.flatten import Flat, flatten
-from flashckpt.store.slots import SlotStore
-from flashckpt.types import Fence, Generation, Launch, Level, Outcome, Session, ShardId, age_order
+from flashckpt.types import Fence, Generation, Launch, Level, Outcome, Session, ShardId
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, MutableMapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 
     import torch
     import torch.distributed as dist
 
-    from flashckpt.load.memory import NodeMemory
+    from flashckpt.group import PrivateGroup
     from flashckpt.load.recover import Found
     from flashckpt.load.result import LoadResult
-    from flashckpt.save.slots import Slots
-    from flashckpt.store.slots import StoreStatus
+    from flashckpt.save.plan import SavePlan
+    from flashckpt.state.flatten import Flat
+    from flashckpt.store.slots import SlotStore, StoreStatus
     from flashckpt.topology import Topology
 
 log = logging.getLogger(__name__)
-
-_AGREEMENT = struct.Struct("<IQ")  # tag, bytes that this rank's slots need
-_COMPARING = "comparing save plans"
-# What a save may end in through no fault of the caller's; everything else is raised. Once ranks agree on what is to be
-# saved, all that goes wrong is an outcome, except a tensor that can't be saved after all and a misuse such as a fork.
-_OUTCOMES = (OSError, BusyError, FencedError, OtherRankError, AgentError)
-_CALLERS_FAULT = (UnsupportedValueError, ConflictError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,52 +90,20 @@ class Checkpointer:
         self._settings = resolve(self.config)
         self._exclusive = threading.Lock()
         self._closed = False
-        self._counts = {outcome.value: 0 for outcome in Outcome}
-        self._last_problem = ""
+        self._outcomes = Outcomes(self.config)
         if self._settings.disabled:
             log.warning("FLASHCKPT_DISABLE is set: nothing is saved or loaded")
             return
-        with contextlib.ExitStack() as undo:
-            self._group = PrivateGroup(process_group, self.config.start_timeout)
-            undo.callback(self._group.close)
-            self._settings = dataclasses.replace(self._settings, job=self._job_of_group())
-            self._store = SlotStore.open(
-                self._settings.memory_dir,
-                self._settings.job,
-                budget_bytes=self.config.memory_budget_bytes,
-                threads=self.config.threads or 2,
-            )
-            undo.callback(self._store.close)
-            self._topology = agree_topology(self._group, self._settings, self._store.directory_id)
-            self._threads = self.config.threads or default_threads(len(self._topology.node_ranks))
-            self._disk_epoch = 0  # the highest that a load saw in persist_dir
-            launch = agree_launch(self._group, self._highest_epoch())
-            self._slots, self._memory = self._open_slots(launch)
-            undo.pop_all()
+        opened = open_all(self._settings, process_group)
+        self._settings, self._group, self._store = opened.settings, opened.group, opened.store
+        self._topology, self._threads = opened.topology, opened.threads
+        self._slots, self._memory = opened.slots, opened.memory
+        self._disk_epoch = 0  # the highest that a load saw in persist_dir
         self._writer = ShardWriter(self._store, self._slots, self._settings.job, self.config, self._threads)
-        self._planner = Planner(self._topology)
-        self._paths = KnownPaths()
-        self._seq = 0
-        self._last_step: int | None = None
-        self._agreed = False  # ranks compared what they are going to store
+        self._attempts = Attempts(self._settings.job, self._store, self._writer)
+        self._preparer = Preparer(self.config, self._topology, self._group, self._store, self._writer)
         self._overlap = Overlap()
         self._prewarm = Prewarm()
-        self._anchored = False  # what this launch saves is known to follow what is there
-
-    def _open_slots(self, launch: Launch) -> tuple[Slots, NodeMemory]:
-        if self._settings.uses_agent:
-            # Here: whoever does without an agent does without gRPC.
-            from flashckpt.rpc.settings import prepare_trainer
-
-            prepare_trainer()
-            from flashckpt.join import join
-
-            return join(self._group, self._settings, self._topology, self._store, launch)
-        reclaimed = self._store.reclaim()
-        if reclaimed.files:
-            log.info("reclaimed %d slots (%d bytes) of processes that are gone", reclaimed.files, reclaimed.bytes)
-        memory = OwnMemory(self._store, self._settings.job, self._settings.node_id)
-        return OwnSlots(self._store, launch, self.config), memory
 
     # --- save -----------------------------------------------------------------------------------------------
 
@@ -179,30 +126,30 @@ class Checkpointer:
         """
         with self._alone("save"):
             if self._settings.disabled:
-                return self._not_saved(step, Outcome.SKIPPED, "FLASHCKPT_DISABLE is set")
-            self._check_step(step)
+                return self._outcomes.skipped(step, "FLASHCKPT_DISABLE is set")
+            self._attempts.check(step)
             began = time.perf_counter()
-            self._anchor(step)
+            self._attempts.anchor(step)
             # Before anything that can fail on this rank alone: an attempt counts also where it comes to nothing.
-            generation = self._next_generation(step)
+            generation = self._attempts.next(step)
             try:
-                flat, plan, values = self._prepare(state_dict, extra)
+                prepared = self._preparer.prepare(state_dict, extra)
             except BaseException:
                 self._slots.void(generation)
                 raise
             handle = SaveHandle(step, generation, self._highest_level, self._persists)
             try:
-                plan = self._agree_on(plan, flat, values)
+                prepared = self._preparer.agree(prepared)
             except BaseException as error:
                 self._slots.void(generation)
-                if not isinstance(error, _OUTCOMES) or isinstance(error, _CALLERS_FAULT):
+                if not isinstance(error, OUTCOMES) or isinstance(error, CALLERS_FAULT):
                     raise
-                return self._save_failed(handle, error)
+                return self._outcomes.failed(handle, error)
             planned = time.perf_counter() - began
-            ready = when_ready(flat) if overlap else None
+            ready = when_ready(prepared.flat) if overlap else None
 
             def write() -> None:
-                self._write(handle, generation, plan, flat, values, planned, ready)
+                self._write(handle, generation, prepared, planned, ready)
 
             if overlap:
                 self._overlap.start(handle, write)
@@ -215,9 +162,7 @@ class Checkpointer:
         self,
         handle: SaveHandle,
         generation: Generation,
-        plan: SavePlan,
-        flat: Flat,
-        values: bytes,
+        prepared: Prepared,
         planned: float,
         ready: Mapping[torch.device, torch.Event] | None,
     ) -> None:
@@ -225,19 +170,22 @@ class Checkpointer:
         shard = ShardId(generation, self._topology.rank, self._topology.world)
         try:
             self._finish_prewarm(self.config.save_timeout)
-            written = self._writer.write(shard, plan, flat, values, on_staged=handle.stage, ready=ready)
+            written = self._writer.write(
+                shard, prepared.plan, prepared.flat, prepared.values, on_staged=handle.stage, ready=ready
+            )
         except BaseException as error:
             self._slots.void(generation)
-            if not isinstance(error, (FlashError, OSError)) or isinstance(error, _CALLERS_FAULT):
-                self._ended(handle, Outcome.FAILED, str(error), error if isinstance(error, Exception) else None)
+            if not isinstance(error, (FlashError, OSError)) or isinstance(error, CALLERS_FAULT):
+                known = error if isinstance(error, Exception) else None
+                self._outcomes.ended(handle, Outcome.FAILED, str(error), known)
                 raise
-            self._save_failed(handle, error)
+            self._outcomes.failed(handle, error)
             return
         handle.size_bytes = written.sealed.size_bytes
         handle.timings = dataclasses.replace(written.timings, plan=planned)
         handle.advance(Level.SEALED)
         self._slots.follow(handle)
-        self._ended(handle, Outcome.OK, "")
+        self._outcomes.ended(handle, Outcome.OK, "")
 
     def settle(self) -> None:
         """Returns when no overlapped save is under way; raises what it raised. Local."""
@@ -254,9 +202,8 @@ class Checkpointer:
         with self._alone("prewarm"):
             if self._settings.disabled:
                 return
-            flat, plan, values = self._prepare(state_dict, None)
-            plan = self._agree_on(plan, flat, values)
-            place = self._writer.geometry(plan, values)
+            prepared = self._preparer.agree(self._preparer.prepare(state_dict, None))
+            place = self._writer.geometry(prepared.plan, prepared.values)
             self._finish_prewarm(self.config.start_timeout)
             size_bytes, rank = place.file_length_bytes, self._topology.rank
             if background:
@@ -388,16 +335,16 @@ class Checkpointer:
     def write_for_dcp(self, step: int, rank: int, world: int, plan: SavePlan, flat: Flat, values: bytes) -> Generation:
         """Writes what DCP planned; raises where it can't. Local: DCP has agreed with the other ranks already."""
         with self._alone("write_data"):
-            self._check_step(step)
-            self._anchor(step)
-            generation = self._next_generation(step)
+            self._attempts.check(step)
+            self._attempts.anchor(step)
+            generation = self._attempts.next(step)
             try:
                 self._finish_prewarm(self.config.save_timeout)
                 self._writer.write(ShardId(generation, rank, world), plan, flat, values)
             except BaseException:
                 self._slots.void(generation)
                 raise
-            self._counts[Outcome.OK.value] += 1
+            self._outcomes.counts[Outcome.OK.value] += 1
             return generation
 
     @property
@@ -429,7 +376,8 @@ class Checkpointer:
         """DCP filled the tensors; `launch` is the one that all ranks agreed to go on with, None if only some load."""
         if launch is not None:
             self._slots.enter(launch)
-            self._seq, self._last_step, self._anchored = 0, None, True
+            self._attempts.begin()
+            self._attempts.follow()
             if self._topology.is_leader:
                 fence = Fence(step=generation.step, epoch=launch.epoch, nonce=launch.nonce)
                 self._slots.put_fence(fence, generation)
@@ -438,19 +386,14 @@ class Checkpointer:
 
     def status(self) -> CheckpointerStatus:
         self._check_enabled()
-        _, verdicts = self._writer.verdicts()
-        # On several nodes no directory holds all shards of a generation, but each holds its record.
-        for record in self._store.read_records():
-            if record.generation in verdicts and verdicts[record.generation].state is State.PENDING:
-                verdicts[record.generation] = Verdict(State.COMPLETE, f"committed with {record.replicas} replicas")
-        listed = sorted(verdicts.items(), key=lambda item: age_order(item[0]), reverse=True)
+        listed = self._attempts.judged()
         complete = [g.step for g, v in listed if v.state is State.COMPLETE]
         return CheckpointerStatus(
             job=self._settings.job,
             step=complete[0] if complete else None,
             generations=tuple((g, v.state.value, v.reason) for g, v in listed),
-            saves=dict(self._counts),
-            last_problem=self._last_problem,
+            saves=dict(self._outcomes.counts),
+            last_problem=self._outcomes.last_problem,
             store=self._store.status(),
         )
 
@@ -517,21 +460,6 @@ class Checkpointer:
     def threads(self) -> int:
         return self._threads
 
-    def _job_of_group(self) -> str:
-        """Groups that divide the world among themselves need a job each; where none was named, their ranks name it."""
-        if self.config.job is not None or self._group.spans_the_world:
-            return self._settings.job
-        return f"{self._settings.job}-ranks-{'-'.join(map(str, self._group.global_ranks[:8]))}-of-{self._group.world}"
-
-    def _highest_epoch(self) -> int:
-        """That this node knows of: a fence, a shard, a record, or what its agent last worked for."""
-        known = 0
-        session = self._store.read_session()
-        if session is not None:
-            with contextlib.suppress(CorruptShardError):  # of another version: its agent forgets it too
-                known = decode_session(session).launch.epoch
-        return max(known, self._disk_epoch, self._store.highest_epoch())
-
     @property
     def _persists(self) -> bool:
         return self.config.persist_dir is not None and self._settings.uses_agent
@@ -561,141 +489,14 @@ class Checkpointer:
         finally:
             self._exclusive.release()
 
-    def _check_step(self, step: int) -> None:
-        if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 1 << 62:
-            raise ConfigError(f"step: expected an integer from 0 on, found {step!r}")
-        if self._last_step is not None and step < self._last_step:
-            raise ConfigError(
-                f"step {step} after step {self._last_step}: steps must not go down within a launch",
-                hint="call load(step=…) to go back; it starts a new launch",
-            )
-
-    def _next_generation(self, step: int) -> Generation:
-        # Attempts count within a step, so that a rank that missed one is in step again at the next.
-        self._seq = self._seq + 1 if step == self._last_step else 1
-        self._last_step = step
-        return Generation(self._writer.launch.epoch, self._writer.launch.nonce, step, self._seq)
-
-    def _anchor(self, step: int) -> None:
-        """Refuses to start a second history beside one that is whole and newer."""
-        if self._anchored:
-            return
-        _, verdicts = self._writer.verdicts()
-        whole = {generation for generation, verdict in verdicts.items() if verdict.state is State.COMPLETE}
-        fence = self._store.read_fence()
-        # On several nodes no directory holds all shards of a generation, but each holds its record.
-        committed = {record.generation for record in self._store.read_records()}
-        whole |= {generation for generation in committed if fence is None or not fence.kills(generation)}
-        for generation in whole:
-            if generation.epoch < self._writer.launch.epoch and generation.step >= step:
-                raise AmbiguousHistoryError(
-                    f"job {self._settings.job!r}: asked to save step {step}, but an earlier launch left {generation} "
-                    "and this one did not load it",
-                    hint="call load() first; or start_fresh() to abandon what is there; or use another job name",
-                    step=step,
-                )
-        self._anchored = True
-
-    def _prepare(self, state_dict: Mapping[Any, Any], extra: Mapping[str, Any] | None) -> tuple[Flat, SavePlan, bytes]:
-        """The local part of a save, up to where bytes move. What it raises is the state dict's fault."""
-        try:
-            _check_mapping("state dict", state_dict)
-            _check_mapping("extra", {} if extra is None else extra)
-            with collector_paused():
-                flat = flatten(state_dict)
-                values = pack(flat, extra, self.config.allow_torch_save, self._paths)
-                return flat, self._planner.plan(flat), values
-        except Exception:
-            if not self._agreed:
-                # The others are on their way to the comparison: an empty answer tells them not to wait.
-                self._group.gather(b"", _COMPARING)
-            raise
-
-    def _agree_on(self, plan: SavePlan, flat: Flat, values: bytes) -> SavePlan:
-        """First time: all ranks compare what they share and whether it fits. Collective once, then local."""
-        if self._agreed:
-            self._stop_sharing_if_split()
-            return self._planner.plan(flat) if plan.tag and not self._planner.dedup else plan
-        for _ in range(2):
-            need = self._writer.geometry(plan, values).file_length_bytes * self.config.slots
-            gathered = self._group.gather(_AGREEMENT.pack(plan.tag, need), _COMPARING)
-            failed = [rank for rank, answer in enumerate(gathered) if not answer]
-            if failed:
-                raise OtherRankError(f"ranks {failed} could not plan this save; see their logs", ranks=failed)
-            answers = [_AGREEMENT.unpack(one) for one in gathered]
-            if len({tag for tag, _ in answers}) == 1:
-                break
-            log.warning("keys differ between ranks: each rank stores all of its own tensors")
-            self._planner.dedup = False
-            plan = self._planner.plan(flat)
-        self._agreed = True
-        here = (*self._topology.node_ranks, *self._slots.hosted_ranks)
-        self._store.check_budget(sum(answers[rank][1] for rank in here))
-        return plan
-
-    def _stop_sharing_if_split(self) -> None:
-        """Stops dividing the storage once a generation shows that ranks relied on what others do not have.
-
-        A rank that has seen it stores everything under tag 0 from then on; whoever meets that tag stops too, also if
-        the generation that showed it is recycled by then.
-        """
-        if not self._planner.dedup or len(self._topology.node_ranks) == 1:
-            return
-        tags: dict[Generation, set[int]] = {}
-        for one in self._store.scan():
-            if one.shard.generation.nonce == self._writer.launch.nonce and one.shard.rank in self._topology.node_ranks:
-                tags.setdefault(one.shard.generation, set()).add(one.tag)
-        if any(len(found) > 1 or 0 in found for found in tags.values()):
-            log.warning("keys no longer agree between ranks: from now on each rank stores all of its own tensors")
-            self._planner.dedup = False
-
     def _renew_launch(self) -> None:
-        """Every load begins a new launch, so that its fence buries also what this one saved before it. Collective.
-
-        IMPORTANT: the agents are taken over before anybody looks at what lies there. A launch that is still running
-        could otherwise commit a newer generation during the load, and free the one that is being read.
-        """
-        self._slots.enter(agree_launch(self._group, self._highest_epoch()))
-        self._group.together(
-            "taking the agents over", lambda: self._slots.begin() if self._topology.is_leader else None
-        )
-        self._seq, self._last_step = 0, None
+        """Collective."""
+        take_over(self._group, self._topology, self._slots, highest_epoch(self._store, self._disk_epoch))
+        self._attempts.begin()
 
     def _put_fence(self, base: Generation | None) -> None:
-        """What lies above `base` is dead, and all of it where there is none. Collective."""
-        launch = self._writer.launch
-        fence = Fence(step=-1 if base is None else base.step, epoch=launch.epoch, nonce=launch.nonce)
-        self._group.together(
-            "putting up the fence", lambda: self._slots.put_fence(fence, base) if self._topology.is_leader else None
-        )
-        self._anchored = True
+        """Collective."""
+        fence = put_fence(self._group, self._topology, self._slots, base)
+        self._attempts.follow()
         if self.config.persist_dir is not None and self._topology.rank == 0:
             remember_fence(self.config.persist_dir, fence, self.config.save_timeout)
-
-    def _save_failed(self, handle: SaveHandle, error: Exception) -> SaveHandle:
-        outcome = Outcome.SKIPPED if isinstance(error, BusyError) else Outcome.FAILED
-        log.warning("step %d not saved (%s): %s", handle.step, outcome.value, error)
-        self._ended(handle, outcome, str(error), error)
-        if self.config.on_save_error == "raise":
-            raise error
-        return handle
-
-    def _not_saved(self, step: int, outcome: Outcome, reason: str) -> SaveHandle:
-        return self._ended(SaveHandle(step, None, Level.SEALED), outcome, reason)
-
-    def _ended(self, handle: SaveHandle, outcome: Outcome, reason: str, error: Exception | None = None) -> SaveHandle:
-        self._counts[outcome.value] += 1
-        if reason:
-            self._last_problem = reason
-        handle.finish(outcome, reason, error)
-        return handle
-
-
-def default_threads(ranks_on_node: int) -> int:
-    """The cores this process may use, shared by the ranks of the node."""
-    return max(1, min(8, len(os.sched_getaffinity(0)) // ranks_on_node))
-
-
-def _check_mapping(what: str, value: object) -> None:
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{what}: expected a mapping, found a {type(value).__name__}")

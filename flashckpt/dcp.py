@@ -26,7 +26,6 @@ from torch.distributed.checkpoint.planner import LoadItemType, WriteItemType
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from flashckpt.checkpointer import DcpOrigin, default_threads
 from flashckpt.errors import (
     ConfigError,
     CorruptShardError,
@@ -41,6 +40,7 @@ from flashckpt.load.agree import StepBackError, agree
 from flashckpt.load.plan import Transfer, Want
 from flashckpt.load.read import Target
 from flashckpt.load.recover import Recovery
+from flashckpt.opening import default_threads
 from flashckpt.save.plan import SavePlan, Source, aligned
 from flashckpt.save.slots import OwnSlots
 from flashckpt.save.values import pack
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlanner, WriteItem
     from torch.distributed.checkpoint.planner import SavePlan as DcpSavePlan
 
-    from flashckpt.checkpointer import Checkpointer
+    from flashckpt.checkpointer import Checkpointer, DcpOrigin
     from flashckpt.load.attempt import Attempt
     from flashckpt.load.cover import Piece
     from flashckpt.load.ground import Ground

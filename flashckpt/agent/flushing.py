@@ -66,10 +66,15 @@ class Flushing:
 
     # --- events ---------------------------------------------------------------------------------------------
 
-    def enter(self, now: float) -> list[Effect]:
-        """Another launch: what the one before ordered is over."""
+    def stop(self) -> list[Effect]:
+        """The launch is over, and with it what it has ordered."""
         effects: list[Effect] = [StopFlush()] if self.order is not None else []
         self.order = self.wanted = None
+        return effects
+
+    def enter(self, now: float) -> list[Effect]:
+        """Another launch."""
+        effects = self.stop()
         self.problem, self.failures, self.retry_at, self._owed = "", 0, 0.0, ""
         self.ending = ""
         self._since_step, self._since = 0, now

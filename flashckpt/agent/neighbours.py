@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from flashckpt.types import Member
 
 
 @dataclass(slots=True)
@@ -23,6 +29,11 @@ class Peer:
 
 class Neighbours(dict[str, Peer]):
     """By node id. What is said of a node that is none of them is not kept."""
+
+    def enter(self, members: Iterable[Member], now: float) -> None:
+        """Another launch, with these others."""
+        self.clear()
+        self.update((one.node_id, Peer(one.address, heard_at=now, beat_at=now)) for one in members)
 
     def ask(self, node_id: str, now: float) -> None:
         """It was asked something."""

@@ -11,7 +11,7 @@ from flashckpt.errors import CorruptShardError, FlashError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from flashckpt.agent.shell import OpenShard
+    from flashckpt.agent.shard_files import OpenShard
     from flashckpt.types import ShardId
 
 _log = logging.getLogger(__name__)

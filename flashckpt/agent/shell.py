@@ -1,21 +1,21 @@
 """Drives the core with the real world: feeds it events, carries out what it decides, in order.
 
-Crash-only: where a decision can't be made durable (record, fence, session), the process ends at once, and its
-successor starts from what lies in the directory. A core that believes what the directory does not say would lie.
+Crash-only (agent/succession.py): what can't be made durable ends the process.
+
+Failpoint: `mid_start` (shards are adopted, nobody is answered yet).
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import threading
 import time
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from flashckpt.agent.commit import launch_of, threshold
-from flashckpt.agent.core import AgentCore, Limits
+from flashckpt.agent.core import AgentCore
 from flashckpt.agent.flusher import Flusher
+from flashckpt.agent.limits import Limits
 from flashckpt.agent.messages import (
     Begun,
     FlushWanted,
@@ -42,56 +42,32 @@ from flashckpt.agent.peers import Peers
 from flashckpt.agent.process import SOCKET_NAME
 from flashckpt.agent.retrieve import Retrieves
 from flashckpt.agent.scrub import Scrubber
-from flashckpt.agent.session import decode_base, decode_session, encode_session
+from flashckpt.agent.shard_files import OpenShard, ShardFiles
 from flashckpt.agent.spare import missing_slots, why_no_room
 from flashckpt.agent.status import describe
+from flashckpt.agent.succession import Succession, die, owed
 from flashckpt.agent.trainers import Trainers
-from flashckpt.errors import ConfigError, CorruptShardError, FlashError, NotFoundError, PeerError
+from flashckpt.errors import ConfigError, FlashError, NotFoundError, PeerError
 from flashckpt.failpoints import failpoint
 from flashckpt.persist.spec import FlushSpec
-from flashckpt.placement import place
 from flashckpt.rpc.agent_server import AgentServer
 from flashckpt.rpc.api import Progress
-from flashckpt.store.owner import Owner
-from flashckpt.store.session import KEPT_PAST
-from flashckpt.transport.outgoing import Outgoing, hold
 from flashckpt.types import Held, Holding, Level, NodeInventory, ShardId, age_order
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from flashckpt.agent.messages import Effect, Event
     from flashckpt.agent.process import Options
     from flashckpt.credentials import Bundle
-    from flashckpt.store.slots import Sealed as SealedFile
     from flashckpt.store.slots import SlotStore
-    from flashckpt.types import Fence, Generation, Launch, Record, Session
+    from flashckpt.types import Fence, Generation, Launch, Session
+
+__all__ = ["OpenShard", "Shell"]
 
 _log = logging.getLogger(__name__)
 
-_CREDENTIALS = "credentials"
 _TICK_SECONDS = 0.2
 _LEASES_SECONDS = 0.5
 _SCAN_SECONDS = 2.0
-_MAX_DAMAGED = 64  # that are remembered
-_FATAL = 75  # exit code: a decision could not be made durable
-
-
-class OpenShard(Outgoing):
-    """A shard of this node that is being read. Owns its descriptor."""
-
-    def __init__(self, fd: int, shard: ShardId, job: str) -> None:
-        try:
-            super().__init__(fd, shard, job)
-        except BaseException:
-            os.close(fd)
-            raise
-        self._closed = False
-
-    def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            os.close(self._fd)
 
 
 class Shell:
@@ -104,18 +80,14 @@ class Shell:
         limits = Limits(beat=options.beat_interval, peer_timeout=options.peer_timeout)
         self._core = AgentCore(options.node_id, limits, wall_offset=time.time() - time.monotonic())
         self._lock = threading.Lock()  # one event at a time, and its effects before the next
-        self._files: dict[ShardId, SealedFile] = {}
-        self._set_aside: set[ShardId] = set()  # found bad when they were to be adopted
-        self._verified: set[SealedFile] = set()  # every chunk, by this very agent
-        self._damaged: dict[ShardId, str] = {}  # set aside by this very agent, with the reason; oldest first
-        self._kept: Session | None = None  # the session as it lies in the directory
-        self._past: dict[Launch, Session] = {}  # of earlier launches that shards are left of
+        self._files = ShardFiles(store, options.job)
+        self._succession = Succession(store)
         self.trainers = Trainers(self)
         self.peers = Peers(self)
         self.retrieves = Retrieves(self)
         self.flusher = Flusher(self.feed)
         self._server: AgentServer | None = None
-        self._scrubber = Scrubber(self.open_shard, options.scrub_interval, self._note_verified)
+        self._scrubber = Scrubber(self._files.open, options.scrub_interval, self._files.note_verified)
         self._stop: threading.Event | None = None
         self._draining = False
 
@@ -127,18 +99,23 @@ class Shell:
         if reclaimed.files:
             _log.info("reclaimed %d slots (%d bytes) of processes that are gone", reclaimed.files, reclaimed.bytes)
         self.store.empty_fetched()
-        held = tuple(self._adopt())
+        held = tuple(self._files.adopt_all())
         failpoint("mid_start")
-        session, base = self._read_session()
+        session, base = self._succession.read()
         fence, records = self.store.read_fence(), self.store.read_records()
-        self._kept, self._past = session, self._read_past()
-        lacking = self._lacking({one.shard for one in held}, threshold(records, session, fence), session)
+        lacking = owed(
+            {one.shard for one in held},
+            self._files.set_aside,
+            threshold(records, session, fence),
+            session,
+            self.options.node_id,
+        )
         with self._lock:
             self._apply(Started(held + lacking, fence, records, session, base))
             for one in lacking:
                 self._apply(Gone(one.shard))
         if session is not None and len(session.members) > 1:
-            self._listen_again()
+            self._succession.listen_again(self.peers)
         self._server = AgentServer(self.trainers, self.store.socket_path(SOCKET_NAME))
         _log.info("adopted %d shards; session: %s", len(held), "none" if session is None else session.launch)
 
@@ -250,23 +227,21 @@ class Shell:
                 self._carry_out(effect)
         except Exception:
             _log.exception("a decision could not be carried out")
-            self._die("the core believes what did not happen")
+            die("the core believes what did not happen")
         return effects
 
     def _carry_out(self, effect: Effect) -> None:
         match effect:
             case KeepSession(session, base):
-                self._keep_past(session)
-                self._durably("the session", lambda: self.store.write_session(encode_session(session, base)))
+                self._succession.keep_session(session, base, self._core.held)
             case KeepFence(fence):
-                self._durably("the fence", lambda: self.store.write_fence(fence))
+                self._succession.keep_fence(fence)
             case KeepRecord(record):
-                self._durably("the record", lambda: self.store.write_record(record))
-                _log.info("%s is committed with %d replicas", record.generation, record.replicas)
+                self._succession.keep_record(record)
             case Release(shard, reason):
-                self._release(shard, reason)
+                self._files.release(shard, reason)
             case Quarantine(shard, reason):
-                self._quarantine(shard, reason)
+                self._files.quarantine(shard, reason)
             case Push(held, node_id, heals):
                 self.peers.push(held, node_id, heals=heals)
             case Send(node_id, body):
@@ -284,103 +259,31 @@ class Shell:
             case _:
                 pass  # answers, for whoever fed the event
 
-    def _durably(self, what: str, write: Any) -> None:
-        try:
-            write()
-        except (FlashError, OSError) as error:
-            self._die(f"{what} could not be kept: {error}")
-
-    def _die(self, why: str) -> NoReturn:
-        _log.critical("ending: %s", why)
-        os._exit(_FATAL)
-
-    def _release(self, shard: ShardId, reason: str) -> None:
-        sealed = self._files.pop(shard, None)
-        if sealed is None:
-            return
-        failpoint("before_gc")
-        try:
-            self.store.release(sealed, of_others=True)
-        except (FlashError, OSError) as error:
-            _log.warning("%s could not be released: %s", shard, error)
-        else:
-            _log.debug("%s released: %s", shard, reason)
-
-    def _quarantine(self, shard: ShardId, reason: str) -> None:
-        sealed = self._files.pop(shard, None)
-        if sealed is not None:
-            self.store.quarantine(sealed, reason)
-            self._note_damaged(shard, reason)
-
-    def _note_damaged(self, shard: ShardId, reason: str) -> None:
-        self._damaged[shard] = reason
-        while len(self._damaged) > _MAX_DAMAGED:
-            self._damaged.pop(next(iter(self._damaged)))
-
     # --- shards ---------------------------------------------------------------------------------------------
 
     def hold(self, shard: ShardId) -> Held | None:
         """Reads what lies sealed under that name; None where there is none, or it is bad."""
-        sealed = self.store.find(shard)
-        return None if sealed is None else self._hold(sealed)
+        return self._files.hold(shard)
 
     def note_sealed(self, shard: ShardId) -> None:
         """A replica was verified and sealed by this very process."""
-        sealed = self.store.find(shard)
-        if sealed is not None:
-            self._files[shard] = sealed
-            if sealed.writer == Owner.current():  # else a trainer's, which came first
-                self._verified.add(sealed)
-
-    def _note_verified(self, shard: ShardId) -> None:
-        sealed = self._files.get(shard)
-        if sealed is not None:
-            self._verified.add(sealed)
+        self._files.note_sealed(shard)
 
     def open_shard(self, shard: ShardId) -> OpenShard:
         """NotFoundError where it is gone; CorruptShardError where its header is bad."""
-        sealed = self._files.get(shard)
-        if sealed is None:
-            raise NotFoundError(f"{shard}: not held here")
-        return OpenShard(self.store.open_shard(sealed), shard, self.options.job)
-
-    def _hold(self, sealed: SealedFile) -> Held | None:
-        try:
-            fd = self.store.open_shard(sealed)
-        except NotFoundError:
-            return None
-        try:
-            held = hold(fd, sealed, job=self.options.job)
-        except FlashError as error:
-            self.store.quarantine(sealed, error.message)
-            self._set_aside.add(sealed.shard)
-            self._note_damaged(sealed.shard, error.message)
-            return None
-        finally:
-            os.close(fd)
-        self._files[sealed.shard] = sealed
-        return held
-
-    def _adopt(self) -> Iterator[Held]:
-        for sealed in self.store.scan():
-            held = self._hold(sealed)
-            failpoint("mid_adopt")
-            if held is not None:
-                yield held
+        return self._files.open(shard)
 
     def look_around(self) -> None:
         """Finds shards that nobody told of, and misses those that somebody took away."""
         found = {sealed.shard: sealed for sealed in self.store.scan()}
         with self._lock:
             held = set(self._core.held)
-            self._drop_past()
+            self._succession.drop_past(held)
         for shard, sealed in found.items():
-            if shard not in held and (one := self._hold(sealed)) is not None:
+            if shard not in held and (one := self._files.adopt(sealed)) is not None:
                 self.feed(Sealed(one))
         for shard in held - set(found):
-            # Once more, under the name that it has now: a release may have come in between.
-            if shard in self._files and self.store.find(shard) is None:
-                self._files.pop(shard, None)
+            if self._files.forget_if_gone(shard):
                 self.feed(Gone(shard))
 
     def _scrub(self, now: float) -> None:
@@ -400,7 +303,7 @@ class Shell:
         # An agent that was restarted between listen() and begin() had no session yet that told it to listen.
         # Before other credentials are kept: they go with the address that is listened at.
         if len(session.members) > 1 and not self.peers.address:
-            self._listen_again()
+            self._succession.listen_again(self.peers)
         if credentials is not None:
             self.peers.use(credentials)
         return effects
@@ -411,22 +314,19 @@ class Shell:
         quarantined = self.store.status().quarantined_files
         with self._lock:
             committed = {record.generation for record in self._core.records}
-            self._verified &= set(self._files.values())
-            session = self._core.session
+            verified, everything = self._files.verified(), self._core.held
             return NodeInventory(
                 self.options.node_id,
                 tuple(
                     Holding(
-                        held,
-                        Level.REPLICATED if shard.generation in committed else Level.SEALED,
-                        self._files.get(shard) in self._verified,
+                        held, Level.REPLICATED if shard.generation in committed else Level.SEALED, shard in verified
                     )
-                    for shard, held in self._core.held.items()
+                    for shard, held in everything.items()
                 ),
                 self._core.fence,
                 quarantined,
-                tuple((shard, reason) for shard, reason in self._damaged.items() if shard not in self._core.held),
-                tuple(one for one in self._past.values() if session is None or one.launch != session.launch),
+                self._files.damaged(everything),
+                self._succession.past(self._core.session),
             )
 
     def held(self, shard: ShardId) -> Held | None:
@@ -527,92 +427,6 @@ class Shell:
         self.feed(FlushWanted(generation, "it was asked for"))
         return generation
 
-    def _lacking(self, held: set[ShardId], record: Record | None, session: Session | None) -> tuple[Held, ...]:
-        """Replicas that others count on and that are not here: of the newest record, because the predecessor died while
-        it set a bad one aside or somebody took them away; of any generation, because they were found bad just now.
-        Their owners can't know, and have to hear of it."""
-        if session is None or all(one.node_id != self.options.node_id for one in session.members):
-            return ()  # under another name than its predecessor's this node keeps what it has, and owes nobody
-        hosted = place(session.members, session.replicas, session.strategy).held_by(self.options.node_id)
-        expected = {shard for shard in self._set_aside if shard.rank in hosted}
-        if record is not None:
-            expected |= {ShardId(record.generation, rank, record.world) for rank in hosted}
-        return tuple(Held(shard, b"", 0, 0) for shard in sorted(expected - held, key=lambda shard: shard.rank))
-
-    # --- what a successor needs -----------------------------------------------------------------------------
-
     def keep_bundle(self, bundle: Bundle, address: str) -> None:
-        # One file: a successor must not find one launch's key beside another's certificate.
-        parts = [bundle.certificate_pem, bundle.key_pem, bundle.ca_pem, address.encode()]
-        text = json.dumps([part.decode() for part in parts])
-        self._durably("the credentials", lambda: self.store.write_secret(_CREDENTIALS, text.encode()))
-
-    def _keep_past(self, session: Session) -> None:
-        """Before another launch's session takes the place of the one that lies there. Under the lock.
-
-        Only to say who would have what is missing: where there is no room for it, the launch begins all the same.
-        """
-        old, self._kept = self._kept, session
-        if old is None or old.launch == session.launch:
-            return
-        self._past[old.launch] = old
-        try:
-            self.store.write_past_session(old.launch, encode_session(old))
-        except (FlashError, OSError) as error:
-            _log.warning("the session of %s could not be kept: %s", old.launch, error)
-        self._drop_past()
-
-    def _drop_past(self) -> None:
-        """Sessions of launches that no shard is left of, and all but the newest few. Under the lock."""
-        launches = {launch_of(shard.generation) for shard in self._core.held}
-        needless = [launch for launch in self._past if launch not in launches]
-        needless += list(self._past)[:-KEPT_PAST]
-        for launch in needless:
-            if self._past.pop(launch, None) is not None:
-                self.store.remove_past_session(launch)
-
-    def _read_past(self) -> dict[Launch, Session]:
-        found = {}
-        for launch, data in self.store.read_past_sessions():
-            session = self._decode_session(data)
-            if session is not None and session.launch == launch:
-                found[launch] = session
-        return found
-
-    def _read_session(self) -> tuple[Session | None, Generation | None]:
-        """And what it has loaded."""
-        data = self.store.read_session()
-        session = None if data is None else self._decode_session(data)
-        if data is None or session is None:
-            return None, None
-        try:
-            return session, decode_base(data)
-        except CorruptShardError as error:
-            _log.warning("what the session has loaded was not understood and is forgotten: %s", error)
-            return session, None
-
-    def _decode_session(self, data: bytes) -> Session | None:
-        try:
-            return decode_session(data)
-        except CorruptShardError as error:
-            _log.warning("the session was not understood and is forgotten: %s", error)
-            return None
-
-    def _listen_again(self) -> None:
-        """At the same address as the predecessor, or else at another one, which hellos then spread."""
-        from flashckpt.address import parse_address
-        from flashckpt.credentials import Bundle
-
-        kept = self.store.read_secret(_CREDENTIALS)
-        if kept is None:
-            _log.warning("no credentials: other nodes are not spoken to until a trainer brings some")
-            return
-        certificate, key, ca, address = json.loads(kept)
-        host, port = parse_address(address)
-        bundle = Bundle(certificate.encode(), key.encode(), ca.encode())
-        try:
-            self.peers.listen(bundle, host, port)
-        except (FlashError, OSError) as error:
-            _log.warning("can't listen at %s any more: %s; taking another port", address, error)
-            self.peers.listen(bundle, host, 0)
-            self.peers.greet()
+        """For the agent after this one."""
+        self._succession.keep_bundle(bundle, address)

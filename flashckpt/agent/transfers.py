@@ -23,6 +23,7 @@ class Transfer:
     node_id: str
     heals: bool = False  # asked for by the healer, which asks again: one try
     running: bool = False
+    acked: bool = False  # it ended, and the node has these very bytes
     failures: int = 0
     next_at: float = 0.0
     problem: str = ""

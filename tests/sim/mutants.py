@@ -1,7 +1,7 @@
 """Mutants: the real core with one rule taken out, each of which the simulator must notice.
 
-They are made here, by subclass or by replacing one pure function; the product has no switch for them. Some take
-back what the simulator itself has found once.
+They are made here, by a subclass of the core or of one of its parts, or by replacing one pure function; the product has
+no switch for them. Some take back what the simulator itself has found once.
 """
 
 from __future__ import annotations
@@ -10,28 +10,40 @@ import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import flashckpt.agent.core as core_module
+from flashckpt.agent import committing, copying, core, ledger
 from flashckpt.agent.commit import abandoned_by, launch_of
+from flashckpt.agent.committing import Committing
 from flashckpt.agent.core import AgentCore
+from flashckpt.agent.duties import Duties
+from flashckpt.agent.granting import Granting
 from flashckpt.agent.healing import Healing
+from flashckpt.agent.ledger import Ledger
 from flashckpt.agent.messages import (
     Decline,
     FencePut,
+    Grant,
     KeepFence,
     KeepRecord,
     KeepSession,
     Pushed,
     PushEnd,
     PutAsked,
+    RefuseBusy,
     Release,
     Started,
 )
+from flashckpt.agent.pushing import Pushing
+from flashckpt.agent.releasing import Releasing
+from flashckpt.agent.replicating import Replicating
+from flashckpt.agent.standing import Standing
+from flashckpt.agent.talking import Talking
 from flashckpt.types import Launch, age_order
 from flashckpt.wire import Lost, PutHave, Report
 from tests.sim.swarm import Outcome, run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from types import ModuleType
 
     from flashckpt.agent.messages import Effect, Event
     from tests.sim.world import World
@@ -42,48 +54,54 @@ class Mutant:
     """`start` is a seed shortly before one that notices it: a hint, not a condition."""
 
     core: type[AgentCore] = AgentCore
-    replace: tuple[tuple[str, Any], ...] = ()  # names in the core's module
+    part: type | None = None  # a subclass that takes the place of one of the core's parts
+    replace: tuple[tuple[ModuleType, str, Any], ...] = ()
     adjust: Callable[[World], None] | None = None
     start: int = 0
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        kept = [(name, getattr(core_module, name)) for name, _ in self.replace]
-        for name, value in self.replace:
-            setattr(core_module, name, value)
+        changes = [*self.replace]
+        if self.part is not None:
+            changes.append((core, self.part.__base__.__name__, self.part))
+        kept = [(module, name, getattr(module, name)) for module, name, _ in changes]
+        for module, name, value in changes:
+            setattr(module, name, value)
         try:
             yield
         finally:
-            for name, value in kept:
-                setattr(core_module, name, value)
+            for module, name, value in kept:
+                setattr(module, name, value)
 
     def run(self, seed: int, trace: bool = False) -> Outcome:
         with self.applied():
             return run(seed, self.core, trace, self.adjust)
 
 
-class _EarlyGc(AgentCore):
+class _EarlyGc(Releasing):
     """Frees older generations as soon as a newer one is sealed here."""
 
-    def _collect(self) -> None:
-        super()._collect()
-        mine = [age_order(s.generation) for s in self.held if self.owns(s)]
-        for shard in [s for s in self.held if mine and age_order(s.generation) < max(mine)]:
-            del self.held[shard]
-            self._out.append(Release(shard, "a newer one is sealed"))
+    def collect(self) -> None:
+        super().collect()
+        held = self._custody.held
+        mine = [age_order(s.generation) for s in held if self._standing.owns(s)]
+        for shard in [s for s in held if mine and age_order(s.generation) < max(mine)]:
+            del held[shard]
+            self._outbox.add(Release(shard, "a newer one is sealed"))
 
 
-class _CommitBeforeAck(AgentCore):
+class _CommitBeforeAck(Committing):
     """Takes a seal for a replica."""
 
-    def _take_report(self, sender: str, report: Report, now: float) -> None:
-        super()._take_report(sender, Report(report.shard, report.digest, (*self.peers, self.node_id)), now)
+    def take_report(self, sender: str, report: Report, now: float) -> None:
+        everybody = (*self._peers, self._standing.node_id)
+        super().take_report(sender, Report(report.shard, report.digest, everybody), now)
 
 
-class _ZombieAccepted(AgentCore):
+class _ZombieAccepted(Standing):
     """Does not tell older launches from newer ones."""
 
-    def _is_older(self, launch: Launch) -> bool:
+    def is_older(self, launch: Launch) -> bool:
         return False
 
 
@@ -133,14 +151,14 @@ class _BaseLicensesGc(AgentCore):
         return effects
 
 
-class _VoidAfterReport(AgentCore):
+class _VoidAfterReport(Replicating):
     """Gives up by itself what it may have reported, when its own copy is bad and it knows of no other."""
 
-    def _lost_own_copy(self, held, now: float) -> None:
-        if self.owns(held.shard) and not self.acks.get(held.shard):
-            self._give_up(held.shard.generation, "the only copy", now)
+    def lost(self, held, now: float) -> None:
+        if self._standing.owns(held.shard) and not self._custody.acks.get(held.shard):
+            self._committing.give_up(held.shard.generation, "the only copy", now)
         else:
-            super()._lost_own_copy(held, now)
+            super().lost(held, now)
 
 
 class _ForgetsRecords(AgentCore):
@@ -159,7 +177,7 @@ class _ForgetsSession(AgentCore):
         return [effect for effect in super().handle(event, now) if not isinstance(effect, KeepSession)]
 
 
-class _AllCoordinate(AgentCore):
+class _AllCoordinate(Standing):
     """Every node makes records."""
 
     @property
@@ -167,36 +185,36 @@ class _AllCoordinate(AgentCore):
         return self.session is not None
 
 
-class _DeafToLoss(AgentCore):
+class _DeafToLoss(Talking):
     """An owner goes on counting a copy that its holder has lost."""
 
-    def _take(self, sender, body, now: float) -> None:
+    def take(self, sender, body, now: float) -> None:
         if not isinstance(body, Lost):
-            super()._take(sender, body, now)
+            super().take(sender, body, now)
 
 
-class _NeverTiresOfWaiting(AgentCore):
+class _NeverTiresOfWaiting(Granting):
     """A request for a slot has no deadline."""
 
-    def _decide_slot(self, request, now: float):
-        return super()._decide_slot(request, min(now, request.deadline - 1) if request.may_wait else now)
+    def decide(self, request, now: float):
+        return super().decide(request, min(now, request.deadline - 1) if request.may_wait else now)
 
 
-class _UnboundedSlots(AgentCore):
+class _UnboundedSlots(Granting):
     """Grants as many slots as are asked for."""
 
-    def _decide_slot(self, request, now: float):
-        answer = super()._decide_slot(request, now)
-        return core_module.Grant(request.request_id) if type(answer).__name__ == "RefuseBusy" else answer
+    def decide(self, request, now: float):
+        answer = super().decide(request, now)
+        return Grant(request.request_id) if isinstance(answer, RefuseBusy) else answer
 
 
-class _PushesOnce(AgentCore):
+class _PushesOnce(Pushing):
     """A push that failed is not tried again."""
 
-    def _start_transfers(self, now: float) -> None:
-        for key in [key for key, one in self._transfers.items() if one.failures]:
-            del self._transfers[key]
-        super()._start_transfers(now)
+    def start(self, now: float) -> None:
+        for key in [key for key, one in self.transfers.items() if one.failures]:
+            del self.transfers[key]
+        super().start(now)
 
 
 class _HasEverything(AgentCore):
@@ -210,16 +228,16 @@ class _HasEverything(AgentCore):
         return effects
 
 
-class _CommitsAgainstVoid(AgentCore):
+class _CommitsAgainstVoid(Committing):
     """The coordinator gives up what it has committed."""
 
-    def _take_give_up(self, generation, sender, now: float) -> None:
+    def take_give_up(self, generation, sender, now: float) -> None:
         self._void(generation, "a rank gave it up")
-        self._collect()
-        self._announce(now)
+        self._releasing.collect()
+        self.announce(now)
 
 
-class _AcksOfDeadLaunches(AgentCore):
+class _AcksOfDeadLaunches(Standing):
     """A replica that comes in after a newer launch was seen is acknowledged."""
 
     @property
@@ -227,52 +245,53 @@ class _AcksOfDeadLaunches(AgentCore):
         return False
 
 
-class _LateFence(AgentCore):
+class _LateFence(Standing):
     """Adopts fences of launches that have been overtaken."""
 
-    def _learn(self, launch, fence) -> None:
-        super()._learn(launch, fence)
+    def learn(self, launch, fence) -> list[Effect]:
+        effects = super().learn(launch, fence)
         if fence is not None and (self.fence is None or self.fence.epoch < fence.epoch):
             self.fence = fence
-            self._out.append(KeepFence(fence))
+            effects.append(KeepFence(fence))
+        return effects
 
 
-class _ForgetsWantedSlot(AgentCore):
+class _ForgetsWantedSlot(Granting):
     """Gives away the slot of a shard that is on its way back."""
 
-    def _decide_slot(self, request, now: float):
-        wanted, self._wanted = self._wanted, {}
+    def decide(self, request, now: float):
+        wanted, self._custody.wanted = self._custody.wanted, {}
         try:
-            return super()._decide_slot(request, now)
+            return super().decide(request, now)
         finally:
-            self._wanted = wanted
+            self._custody.wanted = wanted
 
 
-class _ReportsWhatIsGone(AgentCore):
+class _ReportsWhatIsGone(Committing):
     """Says of a shard that it lies on no other node, where it lies nowhere."""
 
-    def _tell_coordinator(self, body, now: float) -> None:
-        super()._tell_coordinator(Report(body.shard, b"gone", ()) if isinstance(body, Lost) else body, now)
+    def tell(self, body, now: float) -> None:
+        super().tell(Report(body.shard, b"gone", ()) if isinstance(body, Lost) else body, now)
 
 
 class _BlindToSplitsAtStart(AgentCore):
     """Looks only at what is sealed while it runs."""
 
-    starting = False
-
     def handle(self, event: Event, now: float) -> list[Effect]:
-        self.starting = isinstance(event, Started)
-        return super().handle(event, now)
-
-    def _is_split(self, held) -> bool:
-        return not self.starting and super()._is_split(held)
+        if not isinstance(event, Started):
+            return super().handle(event, now)
+        self.custody.is_split = lambda held: False
+        try:
+            return super().handle(event, now)
+        finally:
+            del self.custody.is_split
 
 
 class _MovesWhatItHeals(AgentCore):
     """A copy that was made to heal makes room here."""
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        one = self._transfers.get((event.shard, event.node_id)) if isinstance(event, Pushed) else None
+        one = self.pushing.transfers.get((event.shard, event.node_id)) if isinstance(event, Pushed) else None
         effects = super().handle(event, now)
         if one is not None and one.heals and event.end is PushEnd.ACKED and event.shard in self.held:
             del self.held[event.shard]
@@ -280,20 +299,30 @@ class _MovesWhatItHeals(AgentCore):
         return effects
 
 
-class _HealsTheDead(AgentCore):
-    """Keeps the newest generation that it has of an earlier launch, whatever was loaded."""
+class _KeepsTheDead(Ledger):
+    """Keeps the newest generation that the node has of an earlier launch, whatever was loaded."""
+
+    core: AgentCore
 
     @property
     def kept(self):
-        older = [s.generation for s in self.held if self.session and launch_of(s.generation) != self.session.launch]
+        session = self._standing.session
+        older = [s.generation for s in self.core.held if session and launch_of(s.generation) != session.launch]
         return max(older, key=age_order, default=None) or super().kept
 
 
-class _OnlyTheCoordinatorHeals(AgentCore):
+class _HealsTheDead(AgentCore):
+    def __init__(self, *arguments) -> None:
+        super().__init__(*arguments)
+        self.ledger.core = self
+
+
+class _OnlyTheCoordinatorHeals(Duties):
     """Where it is gone, nobody does."""
 
     def healer(self, now: float) -> str:
-        return self.session.coordinator if self.session is not None else self.node_id
+        session = self._standing.session
+        return session.coordinator if session is not None else self._standing.node_id
 
 
 class _CountsTheSilent(Healing):
@@ -335,36 +364,36 @@ def _lease_ends_first(world: World) -> None:
 
 
 MUTANTS: dict[str, Mutant] = {
-    "all_coordinate": Mutant(_AllCoordinate, start=68),
+    "all_coordinate": Mutant(part=_AllCoordinate, start=68),
     "announce_before_record": Mutant(_AnnounceFirst),
     "base_licenses_gc": Mutant(_BaseLicensesGc, start=15),
-    "commit_before_ack": Mutant(_CommitBeforeAck),
-    "commit_without_one_rank": Mutant(replace=(("missing_ranks", _without_one),)),
-    "deaf_to_loss": Mutant(_DeafToLoss, start=3),
+    "commit_before_ack": Mutant(part=_CommitBeforeAck),
+    "commit_without_one_rank": Mutant(replace=((committing, "missing_ranks", _without_one),)),
+    "deaf_to_loss": Mutant(part=_DeafToLoss, start=3),
     "drop_acked_replica": Mutant(_DropsAcked),
-    "counts_the_silent": Mutant(replace=(("Healing", _CountsTheSilent),)),
-    "early_gc": Mutant(_EarlyGc),
-    "heals_the_dead": Mutant(_HealsTheDead, start=570),
+    "counts_the_silent": Mutant(replace=((copying, "Healing", _CountsTheSilent),)),
+    "early_gc": Mutant(part=_EarlyGc),
+    "heals_the_dead": Mutant(_HealsTheDead, _KeepsTheDead, start=570),
     "moves_what_it_heals": Mutant(_MovesWhatItHeals),
-    "only_the_coordinator_heals": Mutant(_OnlyTheCoordinatorHeals),
-    "fenced_goes_on": Mutant(_AcksOfDeadLaunches, start=36),
+    "only_the_coordinator_heals": Mutant(part=_OnlyTheCoordinatorHeals),
+    "fenced_goes_on": Mutant(part=_AcksOfDeadLaunches, start=36),
     "forgets_records": Mutant(_ForgetsRecords, start=4),
     "forgets_session": Mutant(_ForgetsSession),
     "has_everything": Mutant(_HasEverything),
-    "late_fence": Mutant(_LateFence, start=2080),
+    "late_fence": Mutant(part=_LateFence, start=2080),
     "no_fence": Mutant(_NoFence),
     "no_nonce": Mutant(adjust=_no_nonce, start=1),
     "nobody_goes_on": Mutant(
-        replace=(("abandoned_by", lambda generation, sealed, reached, patience: None),), start=202
+        replace=((committing, "abandoned_by", lambda generation, sealed, reached, patience: None),), start=202
     ),
-    "pushes_once": Mutant(_PushesOnce, start=9),
-    "records_by_step": Mutant(replace=(("_newest_records", _records_by_step),), start=400),
-    "reports_what_is_gone": Mutant(_ReportsWhatIsGone, start=1397),
-    "unbounded_slots": Mutant(_UnboundedSlots),
-    "void_after_commit": Mutant(_CommitsAgainstVoid, start=2600),
-    "void_after_report": Mutant(_VoidAfterReport, start=2600),
-    "waits_for_ever": Mutant(_NeverTiresOfWaiting, start=5),
-    "zombie_accepted": Mutant(_ZombieAccepted, start=1),
+    "pushes_once": Mutant(part=_PushesOnce, start=9),
+    "records_by_step": Mutant(replace=((ledger, "_newest_records", _records_by_step),), start=400),
+    "reports_what_is_gone": Mutant(part=_ReportsWhatIsGone, start=1397),
+    "unbounded_slots": Mutant(part=_UnboundedSlots),
+    "void_after_commit": Mutant(part=_CommitsAgainstVoid, start=2600),
+    "void_after_report": Mutant(part=_VoidAfterReport, start=2600),
+    "waits_for_ever": Mutant(part=_NeverTiresOfWaiting, start=5),
+    "zombie_accepted": Mutant(part=_ZombieAccepted, start=1),
 }
 
 # Not counted, with the reason.
@@ -379,16 +408,16 @@ SURVIVORS: dict[str, tuple[Mutant, str]] = {
         "too rare: one history in ten has ranks that disagree, and an agent has to die just then; a unit test holds it",
     ),
     "trusts_for_ever": (
-        Mutant(replace=(("abandoned_by", _trusts_for_ever),)),
+        Mutant(replace=((committing, "abandoned_by", _trusts_for_ever),)),
         "too rare: a shard has to be lost while its agent is down, of the last generation that was not committed yet; "
         "a unit test holds it",
     ),
     "forgets_wanted_slot": (
-        Mutant(_ForgetsWantedSlot),
+        Mutant(part=_ForgetsWantedSlot),
         "too rare: a save has to ask in the moment in which a lost shard comes back; a unit test holds it",
     ),
     "old_records_license_gc": (
-        Mutant(replace=(("threshold", _any_record),)),
+        Mutant(replace=((ledger, "threshold", _any_record),)),
         "equivalent: what a record of an earlier launch would bury, its own node dropped when it took the record; and "
         "the fence kills records above what is loaded before anything newer can lie beside them",
     ),

@@ -230,7 +230,9 @@ def _lacking(world: World, launch: SimLaunch) -> list[str]:
 
 def _waits(machine) -> object:
     core = machine.core
-    return None if core is None else (len(core.held), core.backlog()[:2], core._waiting, sorted(core.voids)[-2:])
+    return (
+        None if core is None else (len(core.held), core.backlog()[:2], core.granting.waiting, sorted(core.voids)[-2:])
+    )
 
 
 def _is_left_open(job: Job) -> bool:

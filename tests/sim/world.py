@@ -10,8 +10,9 @@ import heapq
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-import flashckpt.agent.core as core_module
-from flashckpt.agent.core import AgentCore, Limits
+import flashckpt.agent.standing as standing_module
+from flashckpt.agent.core import AgentCore
+from flashckpt.agent.limits import Limits
 from flashckpt.agent.messages import (
     Accept,
     Acknowledge,
@@ -58,7 +59,7 @@ if TYPE_CHECKING:
     from tests.sim.swarm import Swarm
 
 # The same members are placed again at every start of an agent; the answer is a pure function of them.
-core_module.place = lru_cache(maxsize=4096)(core_module.place)
+standing_module.place = lru_cache(maxsize=4096)(standing_module.place)
 
 LIMITS = Limits(beat=1.9, retry_first=0.1, retry_most=1.0, peer_timeout=3.0)
 TICK = 1.0
@@ -426,7 +427,7 @@ class World:
     # --- probes ---------------------------------------------------------------------------------------------
 
     def _probe_push(self, core: AgentCore, effect: Push) -> None:
-        one = core._transfers.get((effect.held.shard, effect.node_id))
+        one = core.pushing.transfers.get((effect.held.shard, effect.node_id))
         if one is not None and one.heals:
             committed = core.threshold is not None and core.threshold.generation == effect.held.shard.generation
             self.probes.add("a committed shard is healed" if committed else "a shard of what was loaded is healed")
@@ -499,7 +500,7 @@ def _state_of(core: AgentCore) -> tuple[object, ...]:
         frozenset(core.held),
         frozenset(core.voids),
         {shard: frozenset(nodes) for shard, nodes in core.acks.items() if nodes},
-        tuple(g for g in core._ballot.generations if core.reported(g)),
+        tuple(g for g in core.committing.ballot.generations if core.reported(g)),
     )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from flashckpt.agent.commit import Reached, abandoned_by
-from flashckpt.agent.core import AgentCore, Limits
+from flashckpt.agent.core import AgentCore
+from flashckpt.agent.limits import Limits
 from flashckpt.agent.messages import (
     Accept,
     Acknowledge,

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from flashckpt.agent.core import AgentCore, Limits
+from flashckpt.agent.core import AgentCore
+from flashckpt.agent.limits import Limits
 from flashckpt.agent.messages import (
     Accept,
     Acknowledge,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from flashckpt.agent.core import AgentCore, Limits
+from flashckpt.agent.core import AgentCore
 from flashckpt.agent.flush_policy import choose, retry_delay, who_orders, writers
+from flashckpt.agent.limits import Limits
 from flashckpt.agent.messages import (
     Answered,
     Begun,
@@ -227,7 +228,7 @@ def test_a_wish_of_another_node_is_repeated_until_it_is_heard():
 def test_a_node_that_goes_down_is_left_out_of_the_next_order():
     node = Node(session_of(2, 1, 1, timeout=1000.0))
     flushing = node.core.flushing
-    node.core.records = ()
+    node.core.ledger.records = ()
     flushing.order, flushing.giver = FlushOrder(gen(1), 9, "asked", ()), "n0"
     node.feed(Tick(), 60.0)
     assert StopFlush() in node.out

@@ -1,0 +1,175 @@
+"""What an agent leaves to the next one of its directory, and finds there from the one before.
+
+Crash-only: where a decision can't be made durable (record, fence, session), the process ends at once, and its
+successor starts from what lies in the directory. A core that believes what the directory does not say would lie.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from typing import TYPE_CHECKING, NoReturn
+
+from flashckpt.agent.commit import launch_of
+from flashckpt.agent.session import decode_base, decode_session, encode_session
+from flashckpt.errors import CorruptShardError, FlashError
+from flashckpt.placement import place
+from flashckpt.store.session import KEPT_PAST
+from flashckpt.types import Held, ShardId
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from flashckpt.agent.peers import Peers
+    from flashckpt.credentials import Bundle
+    from flashckpt.store.slots import SlotStore
+    from flashckpt.types import Fence, Generation, Launch, Record, Session
+
+_log = logging.getLogger(__name__)
+
+_CREDENTIALS = "credentials"
+_FATAL = 75  # exit code: a decision could not be made durable
+
+
+def die(why: str) -> NoReturn:
+    _log.critical("ending: %s", why)
+    os._exit(_FATAL)
+
+
+class Succession:
+    """In the small files of one store. The caller sees to it that one thread at a time is here."""
+
+    def __init__(self, store: SlotStore) -> None:
+        self._store = store
+        self._kept: Session | None = None  # the session as it lies in the directory
+        self._past: dict[Launch, Session] = {}  # of earlier launches that shards are left of
+
+    # --- what is left ---------------------------------------------------------------------------------------
+
+    def keep_session(self, session: Session, base: Generation | None, held: Collection[ShardId]) -> None:
+        self._keep_past(session, held)
+        self._durably("the session", lambda: self._store.write_session(encode_session(session, base)))
+
+    def keep_fence(self, fence: Fence) -> None:
+        self._durably("the fence", lambda: self._store.write_fence(fence))
+
+    def keep_record(self, record: Record) -> None:
+        self._durably("the record", lambda: self._store.write_record(record))
+        _log.info("%s is committed with %d replicas", record.generation, record.replicas)
+
+    def keep_bundle(self, bundle: Bundle, address: str) -> None:
+        """Any thread."""
+        # One file: a successor must not find one launch's key beside another's certificate.
+        parts = [bundle.certificate_pem, bundle.key_pem, bundle.ca_pem, address.encode()]
+        text = json.dumps([part.decode() for part in parts])
+        self._durably("the credentials", lambda: self._store.write_secret(_CREDENTIALS, text.encode()))
+
+    def _durably(self, what: str, write: Callable[[], object]) -> None:
+        try:
+            write()
+        except (FlashError, OSError) as error:
+            die(f"{what} could not be kept: {error}")
+
+    # --- sessions of earlier launches -----------------------------------------------------------------------
+
+    def past(self, present: Session | None) -> tuple[Session, ...]:
+        """Those other than the present launch's, newest last."""
+        return tuple(one for one in self._past.values() if present is None or one.launch != present.launch)
+
+    def _keep_past(self, session: Session, held: Collection[ShardId]) -> None:
+        """Before another launch's session takes the place of the one that lies there.
+
+        Only to say who would have what is missing: where there is no room for it, the launch begins all the same.
+        """
+        old, self._kept = self._kept, session
+        if old is None or old.launch == session.launch:
+            return
+        self._past[old.launch] = old
+        try:
+            self._store.write_past_session(old.launch, encode_session(old))
+        except (FlashError, OSError) as error:
+            _log.warning("the session of %s could not be kept: %s", old.launch, error)
+        self.drop_past(held)
+
+    def drop_past(self, held: Collection[ShardId]) -> None:
+        """Sessions of launches that no shard is left of, and all but the newest few."""
+        launches = {launch_of(shard.generation) for shard in held}
+        needless = [launch for launch in self._past if launch not in launches]
+        needless += list(self._past)[:-KEPT_PAST]
+        for launch in needless:
+            if self._past.pop(launch, None) is not None:
+                self._store.remove_past_session(launch)
+
+    # --- what is found --------------------------------------------------------------------------------------
+
+    def read(self) -> tuple[Session | None, Generation | None]:
+        """The session of the one before, and what it has loaded."""
+        self._kept, base = self._read_session()
+        self._past = self._read_past()
+        return self._kept, base
+
+    def listen_again(self, peers: Peers) -> None:
+        """At the same address as the predecessor, or else at another one, which hellos then spread."""
+        from flashckpt.address import parse_address
+        from flashckpt.credentials import Bundle
+
+        kept = self._store.read_secret(_CREDENTIALS)
+        if kept is None:
+            _log.warning("no credentials: other nodes are not spoken to until a trainer brings some")
+            return
+        certificate, key, ca, address = json.loads(kept)
+        host, port = parse_address(address)
+        bundle = Bundle(certificate.encode(), key.encode(), ca.encode())
+        try:
+            peers.listen(bundle, host, port)
+        except (FlashError, OSError) as error:
+            _log.warning("can't listen at %s any more: %s; taking another port", address, error)
+            peers.listen(bundle, host, 0)
+            peers.greet()
+
+    def _read_past(self) -> dict[Launch, Session]:
+        found = {}
+        for launch, data in self._store.read_past_sessions():
+            session = _decode(data)
+            if session is not None and session.launch == launch:
+                found[launch] = session
+        return found
+
+    def _read_session(self) -> tuple[Session | None, Generation | None]:
+        data = self._store.read_session()
+        session = None if data is None else _decode(data)
+        if data is None or session is None:
+            return None, None
+        try:
+            return session, decode_base(data)
+        except CorruptShardError as error:
+            _log.warning("what the session has loaded was not understood and is forgotten: %s", error)
+            return session, None
+
+
+def owed(
+    held: Collection[ShardId],
+    set_aside: Collection[ShardId],
+    record: Record | None,
+    session: Session | None,
+    node_id: str,
+) -> tuple[Held, ...]:
+    """Replicas that others count on and that are not here: of the newest record, because the predecessor died while
+    it set a bad one aside or somebody took them away; of any generation, because they were found bad just now.
+    Their owners can't know, and have to hear of it."""
+    if session is None or all(one.node_id != node_id for one in session.members):
+        return ()  # under another name than its predecessor's this node keeps what it has, and owes nobody
+    hosted = place(session.members, session.replicas, session.strategy).held_by(node_id)
+    expected = {shard for shard in set_aside if shard.rank in hosted}
+    if record is not None:
+        expected |= {ShardId(record.generation, rank, record.world) for rank in hosted}
+    return tuple(Held(shard, b"", 0, 0) for shard in sorted(expected - set(held), key=lambda shard: shard.rank))
+
+
+def _decode(data: bytes) -> Session | None:
+    try:
+        return decode_session(data)
+    except CorruptShardError as error:
+        _log.warning("the session was not understood and is forgotten: %s", error)
+        return None

@@ -1,0 +1,158 @@
+"""What nodes tell each other: takes in what is said, answers it, and says again what nothing shows to be heard. No I/O.
+
+Messages are state, not commands (flashckpt/wire.py): each may be lost, repeated or late without harm.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from flashckpt.agent.messages import Reply
+from flashckpt.wire import Announce, Answer, Beat, GiveUp, Holds, Lost, Persist, Report, Want
+
+if TYPE_CHECKING:
+    from flashckpt.agent.committing import Committing
+    from flashckpt.agent.copying import Copying
+    from flashckpt.agent.custody import Custody
+    from flashckpt.agent.duties import Duties
+    from flashckpt.agent.flush_orders import FlushOrders
+    from flashckpt.agent.flushing import Flushing
+    from flashckpt.agent.ledger import Ledger
+    from flashckpt.agent.neighbours import Neighbours
+    from flashckpt.agent.outbox import Outbox
+    from flashckpt.agent.releasing import Releasing
+    from flashckpt.agent.replicating import Replicating
+    from flashckpt.agent.standing import Standing
+    from flashckpt.types import Generation
+    from flashckpt.wire import Body, Copy, Envelope, FlushOrder, Health
+
+
+class Talking:
+    """Every message finds the part that it is for."""
+
+    def __init__(
+        self,
+        standing: Standing,
+        ledger: Ledger,
+        custody: Custody,
+        peers: Neighbours,
+        duties: Duties,
+        flushing: Flushing,
+        releasing: Releasing,
+        copying: Copying,
+        committing: Committing,
+        replicating: Replicating,
+        flush_orders: FlushOrders,
+        outbox: Outbox,
+        beat: float,
+    ) -> None:
+        self._standing = standing
+        self._ledger = ledger
+        self._custody = custody
+        self._peers = peers
+        self._duties = duties
+        self._flushing = flushing
+        self._releasing = releasing
+        self._copying = copying
+        self._committing = committing
+        self._replicating = replicating
+        self._flush_orders = flush_orders
+        self._outbox = outbox
+        self._beat = beat
+
+    # --- what others say ------------------------------------------------------------------------------------
+
+    def told(self, envelope: Envelope, now: float) -> None:
+        refused, _ = self._standing.why_stranger(envelope.sender, envelope.launch)
+        if not refused:
+            self.take(envelope.sender, envelope.body, now)
+        self._releasing.collect()
+        self._outbox.add(Reply(self._refusal(refused) if refused else self._answer(envelope, now)))
+
+    def take(self, sender: str, body: Body, now: float) -> None:
+        standing = self._standing
+        match body:
+            case Report() if standing.is_coordinator:
+                self._committing.take_report(sender, body, now)
+            case GiveUp(generation) if standing.is_coordinator and standing.is_of_this_launch(generation):
+                self._committing.take_give_up(generation, sender, now)
+            case Announce(record, voids, order, persisted):
+                if self._is_coordinator(sender):
+                    self._committing.take_news(record, voids)
+                self._flush_orders.hear(sender, order, persisted, now)
+            case Persist(generation, reason):
+                self._flush_orders.asked(generation, reason, now)
+            case Lost(shard) if standing.is_coordinator and standing.owner_of(shard) == sender:
+                self._committing.take_back(shard, now)
+            case Lost(shard) if standing.owns(shard):
+                self._replicating.lost_by(sender, shard, now)
+            case Want(shard, digest):
+                self._replicating.wanted_by(sender, shard, digest, now)
+            case Holds():
+                self._copying.take_holds(sender, body, now)
+            case _:
+                pass
+
+    def answered(self, node_id: str, answer: Answer, now: float) -> None:
+        if not answer.refused:
+            if self._is_coordinator(node_id):
+                self._committing.take_news(answer.record, answer.voids)
+                self._ledger.note_heard(answer.voids)
+            self._flush_orders.hear(node_id, answer.flush, answer.persisted, now)
+            self._outbox.add(*self._ledger.hear_base(answer.base))
+            if answer.record is not None:
+                self._copying.hear_kept(answer.record.generation, now)
+        if node_id == self._duties.healer(now):
+            self._copying.take_answer(answer, now)
+        self._peers.miss(node_id, answer.refused)
+        self._releasing.collect()
+
+    def _is_coordinator(self, node_id: str) -> bool:
+        return self._standing.session is not None and self._standing.session.coordinator == node_id
+
+    # --- what they hear -------------------------------------------------------------------------------------
+
+    def _refusal(self, reason: str) -> Answer:
+        return Answer(self._standing.newest, self._standing.fence, None, (), reason)
+
+    def _answer(self, envelope: Envelope, now: float) -> Answer:
+        health: Health | None = None
+        copies: tuple[Copy, ...] = ()
+        if isinstance(envelope.body, Holds):
+            health, copies = self._copying.answer_to(envelope.sender)
+        order: FlushOrder | None = None
+        persisted: Generation | None = None
+        if self._duties.is_orderer(now):
+            order, persisted = self._flushing.order, self._flushing.persisted
+        return Answer(
+            self._standing.newest,
+            self._standing.fence,
+            self._ledger.threshold,
+            tuple(self._ledger.voids),
+            flush=order,
+            persisted=persisted,
+            base=self._ledger.base,
+            health=health,
+            copies=copies,
+        )
+
+    def beat(self, healer: str, holds: list[Holds], now: float) -> None:
+        """`holds` is for the healer."""
+        neighbours = self._duties.beats_to(healer)
+        for node_id in self._peers.due(now, self._beat):
+            news = [*self._news_for(node_id, now), *(holds if node_id == healer else ())]
+            for body in news or ([Beat()] if node_id in neighbours else []):
+                self._outbox.send(node_id, body, now)
+
+    def _news_for(self, node_id: str, now: float) -> list[Body]:
+        """What the node has to hear again, because nothing says that it has."""
+        news: list[Body] = []
+        if self._is_coordinator(node_id):
+            pending = (held for held in self._custody.own() if not self._ledger.is_settled(held.shard.generation))
+            news += map(GiveUp, self._ledger.own_voids)
+            news += map(self._committing.report_of, pending)
+            news += map(Lost, self._custody.sources)
+        wanted = self._flushing.wanted
+        if wanted is not None and node_id == self._duties.orderer(now)[0]:
+            news.append(Persist(wanted.generation, wanted.reason))
+        return news + self._custody.missing_from(node_id)

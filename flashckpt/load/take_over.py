@@ -1,0 +1,45 @@
+"""The two ends of a load: the job is taken over before anybody looks at what is there, and a fence is put up after."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from flashckpt.agent.session import decode_session
+from flashckpt.errors import CorruptShardError
+from flashckpt.launch import agree_launch
+from flashckpt.types import Fence
+
+if TYPE_CHECKING:
+    from flashckpt.group import PrivateGroup
+    from flashckpt.save.slots import Slots
+    from flashckpt.store.slots import SlotStore
+    from flashckpt.topology import Topology
+    from flashckpt.types import Generation
+
+
+def highest_epoch(store: SlotStore, on_disk: int) -> int:
+    """That this node knows of: a fence, a shard, a record, what its agent last worked for, or persist_dir."""
+    known = 0
+    session = store.read_session()
+    if session is not None:
+        with contextlib.suppress(CorruptShardError):  # of another version: its agent forgets it too
+            known = decode_session(session).launch.epoch
+    return max(known, on_disk, store.highest_epoch())
+
+
+def take_over(group: PrivateGroup, topology: Topology, slots: Slots, highest: int) -> None:
+    """Every load begins a new launch, so that its fence buries also what this one saved before it. Collective.
+
+    IMPORTANT: the agents are taken over before anybody looks at what lies there. A launch that is still running
+    could otherwise commit a newer generation during the load, and free the one that is being read.
+    """
+    slots.enter(agree_launch(group, highest))
+    group.together("taking the agents over", lambda: slots.begin() if topology.is_leader else None)
+
+
+def put_fence(group: PrivateGroup, topology: Topology, slots: Slots, base: Generation | None) -> Fence:
+    """What lies above `base` is dead, and all of it where there is none. Collective."""
+    fence = Fence(step=-1 if base is None else base.step, epoch=slots.launch.epoch, nonce=slots.launch.nonce)
+    group.together("putting up the fence", lambda: slots.put_fence(fence, base) if topology.is_leader else None)
+    return fence

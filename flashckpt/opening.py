@@ -1,0 +1,92 @@
+"""The start of a Checkpointer: group → store → topology → launch → slots. Collective."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from flashckpt.group import PrivateGroup
+from flashckpt.launch import agree_launch, agree_topology
+from flashckpt.load.memory import OwnMemory
+from flashckpt.load.take_over import highest_epoch
+from flashckpt.save.slots import OwnSlots
+from flashckpt.store.slots import SlotStore
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from flashckpt.config import Settings
+    from flashckpt.load.memory import NodeMemory
+    from flashckpt.save.slots import Slots
+    from flashckpt.topology import Topology
+    from flashckpt.types import Launch
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What a rank holds for as long as its Checkpointer lives."""
+
+    settings: Settings  # with the job that the group saves for
+    group: PrivateGroup
+    store: SlotStore
+    topology: Topology
+    threads: int
+    slots: Slots
+    memory: NodeMemory
+
+
+def open_all(settings: Settings, process_group: dist.ProcessGroup | None) -> Opened:
+    """What is open is closed again where something fails."""
+    config = settings.config
+    with contextlib.ExitStack() as undo:
+        group = PrivateGroup(process_group, config.start_timeout)
+        undo.callback(group.close)
+        settings = dataclasses.replace(settings, job=_job_of(group, settings))
+        store = SlotStore.open(
+            settings.memory_dir,
+            settings.job,
+            budget_bytes=config.memory_budget_bytes,
+            threads=config.threads or 2,
+        )
+        undo.callback(store.close)
+        topology = agree_topology(group, settings, store.directory_id)
+        threads = config.threads or default_threads(len(topology.node_ranks))
+        launch = agree_launch(group, highest_epoch(store, 0))
+        slots, memory = _open_slots(group, settings, topology, store, launch)
+        undo.pop_all()
+    return Opened(settings, group, store, topology, threads, slots, memory)
+
+
+def default_threads(ranks_on_node: int) -> int:
+    """The cores this process may use, shared by the ranks of the node."""
+    return max(1, min(8, len(os.sched_getaffinity(0)) // ranks_on_node))
+
+
+def _job_of(group: PrivateGroup, settings: Settings) -> str:
+    """Groups that divide the world among themselves need a job each; where none was named, their ranks name it."""
+    if settings.config.job is not None or group.spans_the_world:
+        return settings.job
+    return f"{settings.job}-ranks-{'-'.join(map(str, group.global_ranks[:8]))}-of-{group.world}"
+
+
+def _open_slots(
+    group: PrivateGroup, settings: Settings, topology: Topology, store: SlotStore, launch: Launch
+) -> tuple[Slots, NodeMemory]:
+    if settings.uses_agent:
+        # Here: whoever does without an agent does without gRPC.
+        from flashckpt.rpc.settings import prepare_trainer
+
+        prepare_trainer()
+        from flashckpt.join import join
+
+        return join(group, settings, topology, store, launch)
+    reclaimed = store.reclaim()
+    if reclaimed.files:
+        log.info("reclaimed %d slots (%d bytes) of processes that are gone", reclaimed.files, reclaimed.bytes)
+    return OwnSlots(store, launch, settings.config), OwnMemory(store, settings.job, settings.node_id)

@@ -1,0 +1,77 @@
+"""The attempts of one launch to save: which generation each is, and whether it may be one at all."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from flashckpt.errors import AmbiguousHistoryError, ConfigError
+from flashckpt.save.retention import State, Verdict
+from flashckpt.types import Generation, age_order
+
+if TYPE_CHECKING:
+    from flashckpt.save.write import ShardWriter
+    from flashckpt.store.slots import SlotStore
+
+
+class Attempts:
+    """Numbers them alike on every rank, without a word between ranks."""
+
+    def __init__(self, job: str, store: SlotStore, writer: ShardWriter) -> None:
+        self._job = job
+        self._store = store
+        self._writer = writer
+        self._seq = 0
+        self._last_step: int | None = None
+        self._anchored = False  # what this launch saves is known to follow what is there
+
+    def begin(self) -> None:
+        """Another launch."""
+        self._seq, self._last_step = 0, None
+
+    def follow(self) -> None:
+        """A load, or a fresh start, has said what is there before."""
+        self._anchored = True
+
+    def check(self, step: int) -> None:
+        if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 1 << 62:
+            raise ConfigError(f"step: expected an integer from 0 on, found {step!r}")
+        if self._last_step is not None and step < self._last_step:
+            raise ConfigError(
+                f"step {step} after step {self._last_step}: steps must not go down within a launch",
+                hint="call load(step=…) to go back; it starts a new launch",
+            )
+
+    def anchor(self, step: int) -> None:
+        """Refuses to start a second history beside one that is whole and newer."""
+        if self._anchored:
+            return
+        _, verdicts = self._writer.verdicts()
+        whole = {generation for generation, verdict in verdicts.items() if verdict.state is State.COMPLETE}
+        fence = self._store.read_fence()
+        # On several nodes no directory holds all shards of a generation, but each holds its record.
+        committed = {record.generation for record in self._store.read_records()}
+        whole |= {generation for generation in committed if fence is None or not fence.kills(generation)}
+        for generation in whole:
+            if generation.epoch < self._writer.launch.epoch and generation.step >= step:
+                raise AmbiguousHistoryError(
+                    f"job {self._job!r}: asked to save step {step}, but an earlier launch left {generation} "
+                    "and this one did not load it",
+                    hint="call load() first; or start_fresh() to abandon what is there; or use another job name",
+                    step=step,
+                )
+        self._anchored = True
+
+    def next(self, step: int) -> Generation:
+        # Attempts count within a step, so that a rank that missed one is in step again at the next.
+        self._seq = self._seq + 1 if step == self._last_step else 1
+        self._last_step = step
+        return Generation(self._writer.launch.epoch, self._writer.launch.nonce, step, self._seq)
+
+    def judged(self) -> list[tuple[Generation, Verdict]]:
+        """What lies on this node, newest first."""
+        _, verdicts = self._writer.verdicts()
+        # On several nodes no directory holds all shards of a generation, but each holds its record.
+        for record in self._store.read_records():
+            if record.generation in verdicts and verdicts[record.generation].state is State.PENDING:
+                verdicts[record.generation] = Verdict(State.COMPLETE, f"committed with {record.replicas} replicas")
+        return sorted(verdicts.items(), key=lambda item: age_order(item[0]), reverse=True)

@@ -1,0 +1,115 @@
+"""The part of a save before bytes move: flatten → pack values → plan → agree with the other ranks on the plan."""
+
+from __future__ import annotations
+
+import logging
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from flashckpt.collector import collector_paused
+from flashckpt.errors import ConfigError, OtherRankError
+from flashckpt.save.plan import Planner, SavePlan
+from flashckpt.save.values import KnownPaths, pack
+from flashckpt.state.flatten import Flat, flatten
+
+if TYPE_CHECKING:
+    from flashckpt.config import CheckpointConfig
+    from flashckpt.group import PrivateGroup
+    from flashckpt.save.write import ShardWriter
+    from flashckpt.store.slots import SlotStore
+    from flashckpt.topology import Topology
+    from flashckpt.types import Generation
+
+log = logging.getLogger(__name__)
+
+_AGREEMENT = struct.Struct("<IQ")  # tag, bytes that this rank's slots need
+_COMPARING = "comparing save plans"
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What a rank is going to write."""
+
+    flat: Flat
+    plan: SavePlan
+    values: bytes
+
+
+class Preparer:
+    """Local, except for the one comparison before the first save."""
+
+    def __init__(
+        self, config: CheckpointConfig, topology: Topology, group: PrivateGroup, store: SlotStore, writer: ShardWriter
+    ) -> None:
+        self._config = config
+        self._topology = topology
+        self._group = group
+        self._store = store
+        self._writer = writer
+        self._planner = Planner(topology)
+        self._paths = KnownPaths()
+        self._agreed = False  # ranks compared what they are going to store
+
+    def prepare(self, state_dict: Mapping[Any, Any], extra: Mapping[str, Any] | None) -> Prepared:
+        """What it raises is the state dict's fault."""
+        try:
+            _check_mapping("state dict", state_dict)
+            _check_mapping("extra", {} if extra is None else extra)
+            with collector_paused():
+                flat = flatten(state_dict)
+                values = pack(flat, extra, self._config.allow_torch_save, self._paths)
+                return Prepared(flat, self._planner.plan(flat), values)
+        except Exception:
+            if not self._agreed:
+                # The others are on their way to the comparison: an empty answer tells them not to wait.
+                self._group.gather(b"", _COMPARING)
+            raise
+
+    def agree(self, prepared: Prepared) -> Prepared:
+        """First time: all ranks compare what they share and whether it fits. Collective once, then local."""
+        flat, plan = prepared.flat, prepared.plan
+        if self._agreed:
+            self._stop_sharing_if_split()
+            if plan.tag and not self._planner.dedup:
+                plan = self._planner.plan(flat)
+            return replace(prepared, plan=plan)
+        for _ in range(2):
+            need = self._writer.geometry(plan, prepared.values).file_length_bytes * self._config.slots
+            gathered = self._group.gather(_AGREEMENT.pack(plan.tag, need), _COMPARING)
+            failed = [rank for rank, answer in enumerate(gathered) if not answer]
+            if failed:
+                raise OtherRankError(f"ranks {failed} could not plan this save; see their logs", ranks=failed)
+            answers = [_AGREEMENT.unpack(one) for one in gathered]
+            if len({tag for tag, _ in answers}) == 1:
+                break
+            log.warning("keys differ between ranks: each rank stores all of its own tensors")
+            self._planner.dedup = False
+            plan = self._planner.plan(flat)
+        self._agreed = True
+        here = (*self._topology.node_ranks, *self._writer.slots.hosted_ranks)
+        self._store.check_budget(sum(answers[rank][1] for rank in here))
+        return replace(prepared, plan=plan)
+
+    def _stop_sharing_if_split(self) -> None:
+        """Stops dividing the storage once a generation shows that ranks relied on what others do not have.
+
+        A rank that has seen it stores everything under tag 0 from then on; whoever meets that tag stops too, also if
+        the generation that showed it is recycled by then.
+        """
+        node_ranks = self._topology.node_ranks
+        if not self._planner.dedup or len(node_ranks) == 1:
+            return
+        tags: dict[Generation, set[int]] = {}
+        for one in self._store.scan():
+            if one.shard.generation.nonce == self._writer.launch.nonce and one.shard.rank in node_ranks:
+                tags.setdefault(one.shard.generation, set()).add(one.tag)
+        if any(len(found) > 1 or 0 in found for found in tags.values()):
+            log.warning("keys no longer agree between ranks: from now on each rank stores all of its own tensors")
+            self._planner.dedup = False
+
+
+def _check_mapping(what: str, value: object) -> None:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{what}: expected a mapping, found a {type(value).__name__}")
