@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from bench.spec import StateSpec
 
+UNTIL_REPLICATED = "until_replicated"  # among the details of a save: seconds from its return
 _ROOT = Path(__file__).resolve().parent.parent
 _DEADLINE = 600.0  # seconds for one command; the slowest takes a tenth of that
 _SAMPLE_SECONDS = 0.001

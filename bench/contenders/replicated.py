@@ -20,6 +20,7 @@ import flashckpt
 from bench.companion import config_of, rendezvous, wrapped
 from bench.contenders.base import Synchronous
 from bench.errors import BenchError
+from bench.process import UNTIL_REPLICATED
 from flashckpt import Checkpointer
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class FlashReplicated(Synchronous):
         details: Details = {}
         if self._handle is not None:
             outcome = self._handle.wait("replicated", _DEADLINE)
-            details["until_replicated"] = time.perf_counter() - self._sealed_at
+            details[UNTIL_REPLICATED] = time.perf_counter() - self._sealed_at
             if outcome is not flashckpt.Outcome.OK:
                 raise BenchError(f"save: expected it replicated, found {self._handle!r}")
             self._handle = None
