@@ -28,7 +28,9 @@ _READING = """
 Dots are medians, lines go from the best to the worst figure, and the axis is logarithmic: further left is better.
 <b>Blocked</b> is what the training thread loses; <b>safe</b> is when the checkpoint survives the process, which for
 asynchronous contenders is later; <b>restored</b> ends when the live tensors hold the bytes, not when a call returns.
-Ratios are a contender's time divided by that of the limit, or of flashckpt, which took turns with it save by save.</p>
+Ratios are a contender's time divided by that of the limit, or of flashckpt, which took turns with it save by save.
+In the tables the small figures below a median are the best and the worst, in milliseconds. <b>Peak memory</b> and
+<b>on the wire</b> are in multiples of the state.</p>
 <p><b>Isolated</b> says whether a checkpoint was of the state as it was, though the state was overwritten as soon as the
 contender allowed it. One that is not isolated only refers to the caller's tensors: its times are no snapshot's.
 Only flashckpt computes checksums while it saves and verifies every one while it loads.</p>
@@ -56,7 +58,7 @@ def make_page(report: Report) -> str:
         parts.append("<h2>flashckpt against the best of the others</h2>")
         parts.append(f"<div class=cards>{''.join(map(_card, contests))}</div>")
     parts.append(f"<h2>Everybody</h2>{_READING}")
-    parts.append('<div class="plots">')
+    parts.append('<div class="plots stacked">')
     for plot in make_dot_plots(report.samples):
         drawn = dot_plot(plot.title, plot.dots)
         parts.append(
@@ -106,7 +108,7 @@ def _comparison(samples: Samples, section: str) -> str:
         lines.append(f'<tr class="{style}">{"".join(row[name] for name in heads)}</tr>')
     problems = [f"<li>{escape(entry.title)}: {escape(entry.problem)}</li>" for entry in entries if entry.problem]
     left_out = f"<p>Left out or broken off:</p><ul>{''.join(problems)}</ul>" if problems else ""
-    head = "".join(f"<th{' class=left' if name == 'note' else ''}>{_HEADS[name]}</th>" for name in heads)
+    head = "".join(f"<th>{_HEADS[name]}</th>" for name in heads)
     return (
         f"<h2>{escape(TITLES[section])}, {format_size(size_bytes)}</h2>"
         f"<div class=scroll><table><tr>{head}</tr>{''.join(lines)}</table></div>{left_out}"
@@ -119,7 +121,7 @@ _HEADS = {
     **{"title": "contender", "first": "first", "blocked": "blocked", "p99": "p99", "in_training": "in training"},
     **{"slower": "step slower", "safe": "safe", "safe/limit": _LIMIT, "safe/ours": _OURS, "replicated": "replicated"},
     **{"replicated/limit": _LIMIT, "load": "restored", "load/limit": _LIMIT, "load/ours": _OURS},
-    **{"peak": "peak memory", "wire": "on the wire", "isolated": "isolated", "checked": "checked", "note": "note"},
+    **{"peak": "peak memory", "wire": "on the wire", "isolated": "isolated", "checked": "checked"},
 }
 
 
@@ -139,12 +141,12 @@ def _entry_cells(entry: Entry, size_bytes: int) -> dict[str, str]:
     def median(series: Series | None) -> str:
         if series is None:
             return _EMPTY
-        told = f"<br><small>{spread(series)}</small>" if len(series.values) > 1 else ""
+        told = f"<br><small>{spread(series).replace('-', '&ndash;')}</small>" if len(series.values) > 1 else ""
         return cell(seconds(series.median) + told)
 
     isolated = {True: "yes", False: "<b class=bad>no: aliases</b>", None: ""}[entry.isolated]
     return {
-        "title": cell(escape(entry.title)),
+        "title": cell(escape(entry.title) + (f"<small>{escape(entry.note)}</small>" if entry.note else "")),
         "first": median(entry.first),
         "blocked": median(entry.blocked),
         "p99": cell(seconds(entry.blocked.p99 if entry.blocked else None)),
@@ -162,7 +164,6 @@ def _entry_cells(entry: Entry, size_bytes: int) -> dict[str, str]:
         "wire": of_state(entry.wire_bytes, ".2f"),
         "isolated": cell(isolated),
         "checked": cell("" if entry.kind is Kind.LIMIT else "yes" if entry.checked else "no"),
-        "note": cell(escape(entry.note), "wrap"),
     }
 
 

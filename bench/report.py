@@ -88,8 +88,8 @@ def machine_lines(report: Report) -> list[str]:
         f"{machine.cpu}, {machine.cores} cores, {format_size(machine.memory_bytes)}, Linux {machine.kernel}",
         f"huge pages: anonymous {machine.anonymous_huge_pages}, tmpfs {machine.tmpfs_huge_pages}; "
         f"Python {machine.python}, torch {machine.torch}; checksums by {native}; commit {machine.commit}",
-        f"{options.large}; {options.visits} visits of each contender, {options.rounds} rounds of the rest, "
-        f"{options.first_rounds} of fresh processes; "
+        f"{options.large}; visits of each contender: {options.visits}, rounds of the rest: {options.rounds}, "
+        f"of fresh processes: {options.first_rounds}; "
         f"{report.duration:.0f} s in all, other processes used {report.others_share:.1%} of the CPU time",
     ]
 
