@@ -91,6 +91,7 @@ def machine_lines(report: Report) -> list[str]:
         f"{options.large}; visits of each contender: {options.visits}, rounds of the rest: {options.rounds}, "
         f"of fresh processes: {options.first_rounds}; "
         f"{report.duration:.0f} s in all, other processes used {report.others_share:.1%} of the CPU time",
+        *(["seconds: " + ", ".join(f"{one.section} {one.seconds:.0f}" for one in report.done)] if report.done else []),
     ]
 
 
