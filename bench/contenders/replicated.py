@@ -38,11 +38,12 @@ class FlashReplicated(Synchronous):
     """Checkpointer.save as far as SEALED; `settle` waits for REPLICATED and says how long that took from there."""
 
     _handle: SaveHandle | None = None
+    _log: str | None = "debug"  # the agents inherit it: their logs then say how long each push took
 
     def set_up(self, state: StateDict, directory: Path) -> Details:
         self._state = wrapped(state["model"], state["trainer"])
-        # The agents inherit it: their logs then say how long each push took.
-        os.environ["FLASHCKPT_LOG"] = "debug"
+        if self._log is not None:
+            os.environ["FLASHCKPT_LOG"] = self._log
         self._companion = _Companion(directory)
         try:
             rendezvous(directory, rank=0)
@@ -83,6 +84,12 @@ class FlashReplicated(Synchronous):
         self._checkpointer.close()
         self._companion.wait_ended()
         dist.destroy_process_group()
+
+
+class FlashUnlogged(FlashReplicated):
+    """As above with agents that log what a user's do."""
+
+    _log = None
 
 
 class _Companion:
