@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 LIMIT, OURS = "memcpy", "flashckpt"
 WITHOUT = "no saving"
-_COMMAND_SECONDS = 300.0
+_LEAST_SECONDS = 30.0  # for one command, however short a visit may be
 _PROBE_PASSES = 20
 
 
@@ -128,7 +128,9 @@ class _Visit:
     def make(self, spec: StateSpec, python: Path | None) -> None:
         directory = self._run.directory / self._name
         try:
-            with Worker(self._name, spec, directory, python=python, limit=_COMMAND_SECONDS) as worker:
+            # One that hangs costs no more than one that is slow.
+            limit = max(_LEAST_SECONDS, self._exercise.limit_seconds)
+            with Worker(self._name, spec, directory, python=python, limit=limit) as worker:
                 self._exercise_all(worker)
         except _OverLimitError:
             told = f"a visit took longer than {self._exercise.limit_seconds:.0f} s"

@@ -63,17 +63,17 @@ class Options:
 
     @property
     def exercise(self) -> Exercise:
-        """A step of forward and backward is as long as a copy at 4 GB/s: a few times longer than a good one."""
+        """A step of forward and backward is as long as a copy at 5 GB/s: two or three times longer than a good one."""
         seconds = self.size_bytes / 1e9
         if self.is_quick:
             return Exercise(2, 1, 1, 2, seconds, 1, self.limit_seconds)
-        return Exercise(4, 2, 1, 5, max(0.05, seconds / 4), 1, self.limit_seconds)
+        return Exercise(3, 2, 1, 5, max(0.05, seconds / 5), 1, self.limit_seconds)
 
     @property
     def exercise_of_small(self) -> Exercise:
         """DCP takes ten seconds and more for each of these."""
         few = 1 if self.is_quick else 3
-        return Exercise(few, few, 0, 0, 0.0, 0, self.limit_seconds / 2)
+        return Exercise(few, few, 0, 0, 0.0, 0, self.limit_seconds / 3)
 
     @property
     def batch(self) -> int:
@@ -123,7 +123,7 @@ def _all_sections(options: Options) -> list[Section]:
         return Section(name, 2 * rounds, lambda run: taking_turns(run, name, spec, contenders, rounds))
 
     large, rounds, fresh = options.large, options.rounds, options.first_rounds
-    some = min(rounds, 5)  # of what takes long
+    some = min(rounds, 3)  # of what takes long
     windows = min(rounds, 6)
 
     def compare(name: str, spec: StateSpec, exercise: Exercise, visits: int, contenders: Sequence[str]) -> Section:
