@@ -29,11 +29,11 @@ from bench.errors import BenchError
 from bench.run import turn
 from bench.scratch import check_room, scratch_directory
 from bench.spec import format_size, parse_size
+from bench.stall import OVERLAP, SYNC, WITHOUT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-WITHOUT, OVERLAP, SYNC = "no saves", "overlap on", "overlap off"
 _WIDTH = 1024
 _COPIES = 1 + 2 + 2  # gradients and activations are less than a state; two slots for each manager
 _WARM_UP = 2  # blocks of each kind
@@ -48,6 +48,7 @@ class Blocks:
     blocked: list[float] = field(default_factory=list)  # of the training thread: in save() and at the gate
     in_save: list[float] = field(default_factory=list)  # the first part of it
     staged: list[float] = field(default_factory=list)  # from the call until tensors may change, wherever it ran
+    passes: list[float] = field(default_factory=list)  # forward and backward of the step behind the save
 
 
 class Loop:
@@ -109,7 +110,9 @@ def run_block(loop: Loop, saver: Saver | None, steps: int, into: Blocks | None) 
     called = time.time()
     handle = saver.save() if saver is not None else None
     in_save = time.perf_counter() - began
-    for _ in range(steps):
+    loop.step()
+    passed = loop.pass_seconds  # the one that the copy has to hide behind
+    for _ in range(steps - 1):
         loop.step()
     seconds = time.perf_counter() - began
     if handle is not None and handle.wait("sealed", _DEADLINE) is not flashckpt.Outcome.OK:
@@ -117,6 +120,7 @@ def run_block(loop: Loop, saver: Saver | None, steps: int, into: Blocks | None) 
     if into is None:
         return
     into.seconds.append(seconds)
+    into.passes.append(passed)
     if handle is not None:
         into.blocked.append(handle.blocked_seconds)
         into.in_save.append(in_save)

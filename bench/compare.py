@@ -16,20 +16,22 @@ from typing import TYPE_CHECKING
 from bench.contenders import CONTENDERS
 from bench.environments import Unavailable, prepare
 from bench.errors import BenchError
-from bench.process import Worker
+from bench.process import UNTIL_REPLICATED, Worker
 from bench.run import turn
 from bench.scratch import check_room
+from bench.wire import loopback_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from bench.process import Answer
     from bench.run import Run
     from bench.spec import StateSpec
 
 LIMIT, OURS = "memcpy", "flashckpt"
 WITHOUT = "no saving"
-_COMMAND_SECONDS = 300.0
+_LEAST_SECONDS = 30.0  # for one command, however short a visit may be
 _PROBE_PASSES = 20
 
 
@@ -68,7 +70,7 @@ def comparing(
                 run.tell(f"{section}: {name}, visit {number + 1} of {visits}")
                 if (section, name) in run.samples.broken_off:
                     continue
-                visit = _Visit(run, section, name, companions, exercise, passes, is_first=number == 0)
+                visit = _Visit(run, section, name, companions, exercise, passes, number)
                 visit.make(spec, pythons[name])
     run.clear()
 
@@ -81,7 +83,7 @@ def _prepare(run: Run, section: str, contenders: Sequence[str]) -> dict[str, Pat
         if environment is None:
             pythons[name] = None
             continue
-        prepared = prepare(environment)
+        prepared = prepare(environment, run.note)
         if isinstance(prepared, Unavailable):
             run.samples.left_out[section, name] = prepared.reason
         else:
@@ -96,10 +98,9 @@ class _Companion:
         self.worker, self.name = worker, name
         self._step = 0
 
-    def save(self) -> tuple[float, float]:
+    def save(self) -> Answer:
         self._step += 1
-        answer = self.worker.save(self._step)
-        return answer.seconds, answer.safe
+        return self.worker.save(self._step)
 
     def expect(self) -> None:
         self.worker.expect()
@@ -116,19 +117,20 @@ class _Visit:
         companions: list[_Companion],
         exercise: Exercise,
         passes: int,
-        *,
-        is_first: bool,
+        number: int,
     ) -> None:
         self._run, self._section, self._name = run, section, name
         self._companions, self._exercise, self._passes = companions, exercise, passes
-        self._is_first = is_first
+        self._number = number
         self._deadline = time.monotonic() + exercise.limit_seconds
         self._medians: dict[tuple[str, str], list[float]] = {}
 
     def make(self, spec: StateSpec, python: Path | None) -> None:
         directory = self._run.directory / self._name
         try:
-            with Worker(self._name, spec, directory, python=python, limit=_COMMAND_SECONDS) as worker:
+            # One that hangs costs no more than one that is slow.
+            limit = max(_LEAST_SECONDS, self._exercise.limit_seconds)
+            with Worker(self._name, spec, directory, python=python, limit=limit) as worker:
                 self._exercise_all(worker)
         except _OverLimitError:
             told = f"a visit took longer than {self._exercise.limit_seconds:.0f} s"
@@ -143,9 +145,9 @@ class _Visit:
     def _exercise_all(self, worker: Worker) -> None:
         own = _Companion(worker, self._name)
         before = worker.footprint_bytes()
-        blocked, safe = own.save()
-        self._add("first save", blocked)
-        self._add("first safe", safe)
+        first = own.save()
+        self._add("first save", first.seconds)
+        self._add("first safe", first.safe)
         for _ in range(CONTENDERS[self._name].warm_up - 1):
             self._check_time()
             own.save()
@@ -153,9 +155,14 @@ class _Visit:
         for number in range(self._exercise.saves):
             for one in turn(together, number):
                 self._check_time()
-                blocked, safe = one.save()
-                self._add("save", blocked, one)
-                self._add("safe", safe, one)
+                before_save = loopback_bytes()
+                answer = one.save()
+                self._add("save", answer.seconds, one)
+                self._add("safe", answer.safe, one)
+                if UNTIL_REPLICATED in answer.details:
+                    self._add("replicated", answer.seconds + answer.details[UNTIL_REPLICATED], one)
+                if one is own:
+                    self._run.samples.add(self._section, self._name, "on the wire", loopback_bytes() - before_save)
         for one in together:
             one.expect()
         self._check_time()
@@ -165,7 +172,7 @@ class _Visit:
                 self._check_time()
                 self._add("load", one.worker.load().seconds, one)
         step = 1000
-        if self._is_first:
+        if self._number == 0:
             self._check_time()
             self._run.samples.isolated[self._section, self._name] = worker.is_isolated(step)
         for number in range(self._exercise.watched):
@@ -178,7 +185,7 @@ class _Visit:
         """A loop without saves before each one with saves: the machine is the same for both."""
         steps = 2 * self._exercise.interval
         for number in range(self._exercise.loops):
-            for interval in turn((0, self._exercise.interval), number):
+            for interval in turn((0, self._exercise.interval), number + self._number):
                 self._check_time()
                 answer = worker.train(step, steps, interval, self._passes)
                 step += steps

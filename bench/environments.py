@@ -12,14 +12,20 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import time
 import venv
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _ROOT = Path(__file__).resolve().parent.parent
 LOCKS = _ROOT / "bench" / "locks"
 CACHE_VARIABLE = "FLASHCKPT_BENCH_CACHE"
 _DEADLINE = 600.0  # seconds for one environment; ml-flashpoint compiles
+_REMEMBERED = 3600.0  # seconds that a failure counts: the network may be back by then
 _REASON_CHARACTERS = 160
 
 
@@ -37,16 +43,20 @@ def cache_directory() -> Path:
     return Path(os.environ.get(CACHE_VARIABLE) or _ROOT / ".bench-cache")
 
 
-def prepare(name: str) -> Ready | Unavailable:
-    """Makes the environment of that lock file, unless it exists. A failure is remembered until the list changes."""
+def prepare(name: str, note: Callable[[str], None] = lambda _: None) -> Ready | Unavailable:
+    """Makes the environment of that lock file, unless it exists. A failure is remembered for a while, or until the
+    list changes. `note` is told before something is installed."""
     lock = LOCKS / f"{name}.txt"
     directory = cache_directory() / name
     stamp, failure = directory / "installed", directory / "failed"
     wanted = f"{sys.version}\n{_shared_packages()}\n{lock.read_text()}"
     if stamp.is_file() and stamp.read_text() == wanted:
         return Ready(directory / "bin" / "python")
-    if failure.is_file() and failure.read_text().partition("\n\n")[0] == wanted.strip():
-        return Unavailable(failure.read_text().partition("\n\n")[2])
+    if failure.is_file() and time.time() - failure.stat().st_mtime < _REMEMBERED:
+        remembered, _, reason = failure.read_text().partition("\n\n")
+        if remembered == wanted.strip():
+            return Unavailable(reason)
+    note(f"installing {name}")
     shutil.rmtree(directory, ignore_errors=True)
     venv.EnvBuilder(with_pip=True, symlinks=True).create(directory)
     python = directory / "bin" / "python"

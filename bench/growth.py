@@ -49,7 +49,7 @@ FULL = Axes(
     ranks=(1, 2, 3, 4),
     nodes=(1, 2, 3, 4, 5, 6),
     rank_bytes=128 * MIB,
-    rounds=9,
+    rounds=5,
 )
 QUICK = Axes(
     tensors=(10, 1_000),

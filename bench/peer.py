@@ -36,7 +36,7 @@ def restoring(run: Run, section: str, spec: StateSpec, rounds: int) -> None:
     with contextlib.ExitStack() as stack:
         workers = {LIMIT: stack.enter_context(Worker(LIMIT, spec, run.directory / LIMIT))}
         for name in OTHERS:
-            prepared = prepare(CONTENDERS[name].environment or "")
+            prepared = prepare(CONTENDERS[name].environment or "", run.note)
             if isinstance(prepared, Unavailable):
                 run.samples.left_out[section, name] = prepared.reason
                 continue

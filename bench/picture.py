@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from bench.plots import make_dot_plots, make_growth_plots
-from bench.svg import format_seconds
+from bench.svg import decades, format_seconds
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,7 +28,8 @@ _SCHEMES: dict[str, dict[str, str]] = {
         **{"ours": "#5aa9ff", "second": "#f0a35e", "other": "#a4afbf", "limit": "#6a7586", "alias": "#ff7b72"},
     },
 }
-_IN_PICTURE = 4  # the first plots, two by two; the others are on the page
+_IN_PICTURE = 5  # the first plots; the others are on the page
+_AROUND = 3.2  # title and axis of a plot, in rows
 _DPI = 144
 
 
@@ -51,10 +52,37 @@ def _save(figure: Figure, path: Path, colours: dict[str, str]) -> Path:
 
 
 def _compare(plots: list[DotPlot], colours: dict[str, str]) -> Figure:
-    rows = math.ceil(len(plots) / 2)
-    most = max(len(plot.dots) for plot in plots)
-    figure = Figure(figsize=(14, rows * (1.1 + 0.27 * most)), layout="constrained")
-    for axes, plot in zip(_panels(figure, len(plots)), plots, strict=True):
+    """In two columns of about the same height, with rows of the same height."""
+    columns: list[list[DotPlot]] = [[], []]
+    for plot in plots:
+        min(columns, key=_height).append(plot)
+    columns = [column for column in columns if column]
+    highest = max(map(_height, columns))
+    figure = Figure(figsize=(7 * len(columns), 0.27 * highest + 0.4), layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.14)  # type: ignore[union-attr, call-arg]
+    parts = figure.subfigures(1, len(columns), squeeze=False)[0]
+    for part, column in zip(parts, columns, strict=True):
+        part.set_facecolor(colours["paper"])
+        heights = [len(plot.dots) + _AROUND for plot in column]
+        heights.append(max(0.01, highest - sum(heights)))  # what the other column has more
+        *panels, spare = part.subplots(len(heights), 1, height_ratios=heights)
+        spare.set_visible(False)
+        _draw(panels, column, colours)
+    figure.supxlabel(
+        "medians, and from the best to the worst figure; logarithmic, further left is better; blue: flashckpt, "
+        "light grey: the limit, hollow: only refers to the caller's tensors",
+        fontsize=9,
+        color=colours["faint"],
+    )
+    return figure
+
+
+def _height(column: list[DotPlot]) -> float:
+    return sum(len(plot.dots) + _AROUND for plot in column)
+
+
+def _draw(panels: list[Any], plots: list[DotPlot], colours: dict[str, str]) -> None:
+    for axes, plot in zip(panels, plots, strict=True):
         _style(axes, colours, plot.title)
         ordered = sorted(plot.dots, key=lambda dot: -dot.value)
         for y, dot in enumerate(ordered):
@@ -69,6 +97,8 @@ def _compare(plots: list[DotPlot], colours: dict[str, str]) -> Figure:
                 va="center", fontsize=8.5, color=colours["ink"],
             )  # fmt: skip
         axes.set_xscale("log")
+        ticks = decades(min(dot.low for dot in ordered), max(dot.high for dot in ordered))
+        axes.set_xlim(ticks[0], ticks[-1])
         axes.set_yticks(range(len(ordered)), [dot.label for dot in ordered], fontsize=9)
         axes.set_ylim(-0.6, len(ordered) - 0.4)
         for label, dot in zip(axes.get_yticklabels(), ordered, strict=True):
@@ -77,13 +107,6 @@ def _compare(plots: list[DotPlot], colours: dict[str, str]) -> Figure:
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_seconds(value)))
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.grid(axis="x", color=colours["line"])
-    figure.supxlabel(
-        "medians, and from the best to the worst figure; logarithmic, further left is better; blue: flashckpt, "
-        "light grey: the limit, hollow: only refers to the caller's tensors",
-        fontsize=9,
-        color=colours["faint"],
-    )
-    return figure
 
 
 def _grow(plots: list[GrowthPlot], colours: dict[str, str]) -> Figure:
@@ -99,8 +122,12 @@ def _grow(plots: list[GrowthPlot], colours: dict[str, str]) -> Figure:
         if plot.logarithmic:
             axes.set_xscale("log")
             axes.set_yscale("log")
+            ticks = decades(
+                min(p[2] for g in plot.growths for p in g.points), max(p[3] for g in plot.growths for p in g.points)
+            )
+            axes.set_ylim(ticks[0], ticks[-1])
         else:
-            axes.set_ylim(bottom=0)
+            axes.set_ylim(0, 1.25 * max(p[3] for g in plot.growths for p in g.points))  # room for the legend
         axes.set_xticks(sorted({point[0] for growth in plot.growths for point in growth.points}))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _, plot=plot: plot.x_text(value)))
         axes.xaxis.set_minor_formatter(NullFormatter())

@@ -11,7 +11,7 @@ from bench.fit import fit_line
 from bench.report import growth_slope, growth_x, seconds
 from bench.spec import format_size
 from bench.svg import Dot, Growth
-from bench.table import PEER, is_ours, make_entries
+from bench.table import PEER, REPLICATE, is_ours, make_entries
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,6 +48,8 @@ _DOT_PLOTS = (
      "the wait before the next optimizer step included. Saving every few steps."),
     ("compare", "safe", "Safe in memory", "From the call until the checkpoint survives the end of the process."),
     ("compare", "load", "Restored from own memory", "From the call until the live tensors hold the saved bytes."),
+    (REPLICATE, "replicated", "Replicated to another node", "From sealed on one node until the trainer knows that "
+     "another has a verified copy. The sockets move the same bytes, and do nothing else."),
     (PEER, "load", "Restored from a peer", "The same, from another process over loopback. torchft needs a healthy "
      "replica that is still training; flashckpt reads what the buddy of a lost node keeps, and verifies it."),
     ("small", "safe", "Many small tensors: safe in memory", "So few bytes are cheap to copy; what counts is the "

@@ -23,11 +23,13 @@ if TYPE_CHECKING:
 
     from bench.spec import StateSpec
 
+UNTIL_REPLICATED = "until_replicated"  # among the details of a save: seconds from its return
 _ROOT = Path(__file__).resolve().parent.parent
 _DEADLINE = 600.0  # seconds for one command; the slowest takes a tenth of that
 _SAMPLE_SECONDS = 0.001
 _LAST_LINES = 20
 _HELPERS_SECONDS = 2.0
+_TRACKER = "multiprocessing.resource_tracker"
 _FOOTPRINT_SAMPLE_SECONDS = 0.01
 
 
@@ -132,10 +134,20 @@ class Worker:
 
     def kill(self) -> None:
         """And whatever helpers it started: they are in its session."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        members = _members(self.pid)
+        trackers = [pid for pid in members if _TRACKER in _command(pid)]
+        for pid in members:
+            if pid not in trackers:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         self._process.kill()
         self._process.wait()
+        # It removes the semaphores of those that were killed from /dev/shm, and ends by itself.
+        deadline = time.monotonic() + _HELPERS_SECONDS
+        while any(_TRACKER in _command(pid) for pid in trackers) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()
@@ -203,6 +215,26 @@ class Worker:
         status = self._process.wait()
         said = self._log.read_text(errors="replace").strip().splitlines()[-_LAST_LINES:] if self._log.exists() else []
         return BenchError("\n".join([*said, f"{self.contender}: ended during {doing} with status {status}"]))
+
+
+def _members(session: int) -> list[int]:
+    """Processes of the session that a worker leads."""
+    found = []
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):  # it has ended
+                stat = Path(entry.path, "stat").read_text()
+                if int(stat.rpartition(")")[2].split()[3]) == session:
+                    found.append(int(entry.name))
+    return found
+
+
+def _command(pid: int) -> str:
+    """Empty for one that has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+    except OSError:
+        return ""
 
 
 def _is_group(number: int) -> bool:

@@ -6,7 +6,7 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from bench.agents import agent_of
-from bench.process import Worker
+from bench.process import UNTIL_REPLICATED, Worker
 from bench.run import turn
 from bench.scratch import check_room
 from bench.wire import loopback_bytes
@@ -36,28 +36,33 @@ def replicating(run: Run, section: str, spec: StateSpec, rounds: int) -> None:
                 worker.save(step)
         for number in range(rounds):
             run.tell(f"{section}: {number + 1} of {rounds}")
+            took = {}
             for worker in turn(workers, number):
                 if worker.contender == CONTENDER:
-                    _replicate(run, section, worker, WARM_UP + 1 + number)
+                    took[CONTENDER] = _replicate(run, section, worker, WARM_UP + 1 + number)
                 else:
-                    seconds = worker.save(WARM_UP + 1 + number).seconds
-                    run.samples.add(section, worker.contender, "replicate", seconds)
+                    before = loopback_bytes()
+                    took[worker.contender] = worker.save(WARM_UP + 1 + number).seconds
+                    run.samples.add(section, worker.contender, "on the wire", loopback_bytes() - before)
+                run.samples.add(section, worker.contender, "replicate", took[worker.contender])
+            for name, seconds in took.items():
+                run.samples.add_ratio(section, name, "replicated", LIMITS[0], seconds / took[LIMITS[0]])
         for worker in workers:  # what was moved was the state
             worker.expect()
             worker.load()
     run.clear()
 
 
-def _replicate(run: Run, section: str, worker: Worker, step: int) -> None:
+def _replicate(run: Run, section: str, worker: Worker, step: int) -> float:
     agents = [agent_of(run.directory / CONTENDER / f"node{node}") for node in (0, 1)]
     before, on_wire = [agent.cpu_seconds() for agent in agents], loopback_bytes()
     answer = worker.save(step)
     run.samples.add(section, CONTENDER, "on the wire", loopback_bytes() - on_wire)
     for agent, name, seconds in zip(agents, (SENDER, RECEIVER), before, strict=True):
         run.samples.add(section, name, "cpu: replicate", agent.cpu_seconds() - seconds)
-    run.samples.add(section, CONTENDER, "replicate", answer.details["until_replicated"])
     run.samples.add(section, CONTENDER, "push", agents[0].push_seconds(rank=0, step=step))
     run.samples.add(section, CONTENDER, "save", answer.seconds)
+    return answer.details[UNTIL_REPLICATED]
 
 
 def watched_agents(run: Run, section: str, spec: StateSpec) -> None:

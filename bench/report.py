@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
@@ -12,29 +12,41 @@ from bench.fit import fit_line
 from bench.rows import Bar, Row, milliseconds
 from bench.samples import NotMeasuredError, unit_of
 from bench.spec import format_size
-from bench.table import COMPARED, PEER, Contest, Entry, is_ours, make_contests, make_entries
+from bench.table import PEER, REPLICATE, Contest, Entry, is_ours, make_contests, make_entries
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from rich.console import Console
 
     from bench.result import Report
     from bench.samples import Samples, Series
 
+_Column = tuple[str, "Callable[[Entry], Any]", "Callable[[Any, int], str]"]
+
 TITLES = {
     "compare": "Every contender, one rank",
     "small": "Many small tensors",
+    REPLICATE: "From sealed to replicated, two nodes over loopback",
     PEER: "Restored from a peer, two processes over loopback",
 }
+WIDE = 240  # columns that a comparison takes; where there are fewer, it is two tables
 _NOT_TIMED = ("open", "prewarm", "loop", "loop without saves")
 
 
 def show(report: Report, console: Console) -> None:
     _show_machine(report, console)
-    for section in (*COMPARED, PEER):
+    for section in TITLES:
         entries = make_entries(report.samples, section)
         if entries:
             size_bytes = report.samples.state_bytes.get(section, 0)
-            console.print(_table_of_entries(f"{TITLES[section]}, {format_size(size_bytes)}", entries, size_bytes))
+            title = f"{TITLES[section]}, {format_size(size_bytes)}"
+            if console.width >= WIDE:
+                console.print(_table_of_entries(title, entries, size_bytes, (*_SAVING, *_RESTORING)))
+            else:
+                for columns in (_SAVING, _RESTORING):
+                    if (table := _table_of_entries(title, entries, size_bytes, columns)) is not None:
+                        console.print(table)
             _show_left_out(entries, console)
     contests = make_contests(report.samples)
     if contests:
@@ -53,6 +65,10 @@ def show(report: Report, console: Console) -> None:
             console.print(table)
     met = sum(row.met is True for row in report.rows)
     console.print(f"{met} bars met, {len(report.missed)} missed.")
+    if (warning := too_small(report)) and bars:
+        console.print(f"[yellow]{warning}[/]", highlight=False)
+    for one in report.incomplete:
+        console.print(f"[bold red]not complete[/] {one.section}: {one.problem}", highlight=False)
     if report.others_share > 0.05:
         console.print(
             f"[yellow]Other processes used {report.others_share:.0%} of the CPU time: "
@@ -72,30 +88,50 @@ def machine_lines(report: Report) -> list[str]:
         f"{machine.cpu}, {machine.cores} cores, {format_size(machine.memory_bytes)}, Linux {machine.kernel}",
         f"huge pages: anonymous {machine.anonymous_huge_pages}, tmpfs {machine.tmpfs_huge_pages}; "
         f"Python {machine.python}, torch {machine.torch}; checksums by {native}; commit {machine.commit}",
-        f"{options.large}; {options.visits} visits of each contender, {options.rounds} rounds of the rest, "
-        f"{options.first_rounds} of fresh processes; "
+        f"{options.large}; visits of each contender: {options.visits}, rounds of the rest: {options.rounds}, "
+        f"of fresh processes: {options.first_rounds}; "
         f"{report.duration:.0f} s in all, other processes used {report.others_share:.1%} of the CPU time",
+        *(["seconds: " + ", ".join(f"{one.section} {one.seconds:.0f}" for one in report.done)] if report.done else []),
     ]
+
+
+def too_small(report: Report) -> str:
+    """Bars are for a GiB: what each save costs whatever its size would decide of less."""
+    if report.options.size_bytes >= 1 << 30:
+        return ""
+    size = format_size(report.options.size_bytes)
+    return f"Bars are for a state of 1 GiB; this one had {size}: what is said of them here does not count."
 
 
 def seconds(value: float | None) -> str:
     return "" if value is None else milliseconds(value)
 
 
+def spread(series: Series | None) -> str:
+    """From the best to the worst figure, in milliseconds."""
+    if series is None:
+        return ""
+    best, worst = series.best * 1e3, series.worst * 1e3
+    digits = 0 if worst >= 10 else 1
+    return f"{best:,.{digits}f}-{worst:,.{digits}f}"
+
+
 def times(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}" if value < 10 else f"{value:.0f}"
 
 
-def _table_of_entries(title: str, entries: list[Entry], size_bytes: int) -> Table:
+def _table_of_entries(title: str, entries: list[Entry], size_bytes: int, wanted: Sequence[_Column]) -> Table | None:
     """Ratios are the contender's time divided by the other's: below 1 it is faster."""
     table = Table(title=title, title_justify="left", caption_justify="left")
     table.add_column("contender", no_wrap=True)
-    columns = [column for column in _COLUMNS if any(column[1](entry) is not None for entry in entries)]
+    columns = [column for column in wanted if any(column[1](entry) is not None for entry in entries)]
+    if not columns:
+        return None
     for name, _, _ in columns:
         table.add_column(name, justify="right")
     table.add_column("isolated")
     kind: Kind | None = None
-    for entry in (entry for entry in entries if entry.safe or entry.load):
+    for entry in (entry for entry in entries if entry.decisive):
         if kind is not None and entry.kind is not kind:
             table.add_section()
         kind = entry.kind
@@ -111,16 +147,23 @@ def _median(series: Series | None) -> float | None:
 
 
 # Title, value, how it is shown.
-_COLUMNS = (
+_SAVING: tuple[_Column, ...] = (
     ("first", lambda e: _median(e.first), lambda v, _: seconds(v)),
     ("blocked", lambda e: _median(e.blocked), lambda v, _: seconds(v)),
     ("p99", lambda e: e.blocked.p99 if e.blocked else None, lambda v, _: seconds(v)),
     ("blocked in training", lambda e: _median(e.in_training), lambda v, _: seconds(v)),
     ("step slower by", lambda e: e.slowdown, lambda v, _: f"{v:+.1%}"),
     ("safe", lambda e: _median(e.safe), lambda v, _: seconds(v)),
+    ("best-worst", lambda e: e.safe, lambda v, _: spread(v)),
     ("x limit", lambda e: e.of_limit.get("safe"), lambda v, _: times(v)),
     ("x flashckpt", lambda e: e.of_ours.get("safe"), lambda v, _: times(v)),
+    ("replicated", lambda e: _median(e.replicated), lambda v, _: seconds(v)),
+    ("best-worst", lambda e: e.replicated, lambda v, _: spread(v)),
+    ("x limit", lambda e: e.of_limit.get("replicated"), lambda v, _: times(v)),
+)
+_RESTORING: tuple[_Column, ...] = (
     ("restored", lambda e: _median(e.load), lambda v, _: seconds(v)),
+    ("best-worst", lambda e: e.load, lambda v, _: spread(v)),
     ("x limit", lambda e: e.of_limit.get("load"), lambda v, _: times(v)),
     ("x flashckpt", lambda e: e.of_ours.get("load"), lambda v, _: times(v)),
     ("peak memory", lambda e: e.peak_bytes, lambda v, size: f"{v / size:.1f} x"),
@@ -266,7 +309,7 @@ def row_value(value: float, unit: str) -> str:
     if unit == "ms":
         return f"{value:.1f} ms"
     if unit == "%":
-        return f"{value:.1f} %"
+        return f"{value:.1f} %" if abs(value) >= 1 else f"{value:.2f} %"
     return f"{value:.2f} {unit}" if value < 10 else f"{value:.1f} {unit}"
 
 

@@ -21,6 +21,15 @@ JSON_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
+class Done:
+    """A section that ran."""
+
+    section: str
+    seconds: float
+    problem: str = ""  # why it did not come to its end
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     machine: Machine
     options: Options
@@ -30,10 +39,19 @@ class Report:
     samples: Samples
     rows: list[Row]
     command: str = ""
+    done: tuple[Done, ...] = ()
 
     @property
     def missed(self) -> list[Row]:
         return [row for row in self.rows if row.met is False]
+
+    @property
+    def incomplete(self) -> list[Done]:
+        return [one for one in self.done if one.problem]
+
+    @property
+    def complete(self) -> set[str]:
+        return {one.section for one in self.done if not one.problem}
 
 
 def as_json(report: Report) -> dict[str, Any]:
@@ -46,6 +64,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "others_cpu_share": round(report.others_share, 4),
         "machine": dataclasses.asdict(report.machine),
         "options": dataclasses.asdict(report.options),
+        "sections": [dataclasses.asdict(one) | {"seconds": round(one.seconds, 1)} for one in report.done],
         "rows": [dataclasses.asdict(row) | {"met": row.met} for row in report.rows],
         "samples": [
             {
@@ -110,6 +129,7 @@ def from_json(told: dict[str, Any]) -> Report:
         samples=samples,
         rows=make_rows(samples),
         command=told["command"],
+        done=tuple(Done(**one) for one in told.get("sections", ())),
     )
 
 
@@ -132,6 +152,7 @@ def merged(reports: list[Report]) -> Report:
         samples=samples,
         rows=make_rows(samples),
         command="\n".join(report.command for report in reports),
+        done=tuple({one.section: one for report in reports for one in report.done}.values()),
     )
 
 

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bench.samples import NotMeasuredError
+from bench.samples import SHARE, NotMeasuredError
+from bench.stall import EVERY, OVERLAP, SYNC, WITHOUT
 
 if TYPE_CHECKING:
-    from bench.samples import Samples
+    from bench.samples import Samples, Series
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +62,27 @@ def make_rows(samples: Samples) -> list[Row]:
         lambda: _first_cold(samples),
         faster("steady save of many small tensors against dcp.save", "small", "save", "dcp", 20),
         lambda: _planning(samples),
-        faster("load, verified, against dcp.load", "steady", "load", "dcp", 3),
+        faster("load, verified, against dcp.load from tmpfs", "steady", "load", "dcp", 3),
+        lambda: _load_against_memcpy(samples),
+        lambda: _against_socket(
+            "replication of the state between two agents, from sealed to replicated, speed against a plain socket",
+            samples.get("replicate", _REPLICATED, "replicate"),
+            samples.get("replicate", "socket", "replicate"),
+            samples.state_bytes["replicate"],
+            Bar(0.85, at_most=False),
+        ),
+        lambda: _against_socket(
+            "node lost: speed of the retrieval against a plain socket",
+            samples.get("peer", "flashckpt", "load: retrieve"),
+            samples.get("peer", "socket", "load"),
+            samples.state_bytes["peer"],
+            Bar(0.85, at_most=False),
+        ),
+        lambda: _blocked_in_training(samples),
+        lambda: _slower_steps(samples),
+        lambda: _idle(samples),
         lambda: _memory(samples),
         slower("steady save against memcpy tensor by tensor", "steady", "save", "memcpy-tensors"),
-        slower("load against memcpy", "steady", "load", "memcpy"),
         lambda: _second_against_first(samples),
         lambda: _restart(samples),
         faster("load of many small tensors against dcp.load", "small", "load", "dcp"),
@@ -209,28 +227,90 @@ def _agent_adds(name: str, samples: Samples, section: str) -> Row:
 
 def _replication(samples: Samples) -> list[_Maker]:
     def against(name: str, measure: str, limit: str) -> _Maker:
-        return lambda: _against_socket(name, samples, measure, limit)
+        return lambda: _against_socket(
+            name,
+            samples.get("replicate", _REPLICATED, measure),
+            samples.get("replicate", limit, "replicate"),
+            samples.state_bytes["replicate"],
+        )
 
     return [
-        against("replication, from sealed to replicated, against a plain socket", "replicate", "socket"),
-        against("the push alone, until acknowledged, against a plain socket", "push", "socket"),
-        against("the push alone, until acknowledged, against a socket with mutual TLS", "push", "socket-tls"),
+        against("replication, from sealed to replicated, speed against a socket with TLS", "replicate", "socket-tls"),
+        against("the push alone, until acknowledged, speed against a plain socket", "push", "socket"),
+        against("the push alone, until acknowledged, speed against a socket with mutual TLS", "push", "socket-tls"),
         lambda: _agents_cpu(samples),
         lambda: _until_replicated(samples, "replicate 64 MiB"),
     ]
 
 
-def _against_socket(name: str, samples: Samples, measure: str, limit: str) -> Row:
-    ours, theirs = samples.get("replicate", _REPLICATED, measure), samples.get("replicate", limit, "replicate")
-    speeds = [samples.state_bytes["replicate"] / series.median / 1e9 for series in (ours, theirs)]
+def _against_socket(name: str, ours: Series, theirs: Series, size_bytes: int, bar: Bar | None = None) -> Row:
+    speeds = [size_bytes / series.median / 1e9 for series in (ours, theirs)]
     return Row(
         name=name,
-        value=ours.median / theirs.median,
-        best=ours.best / theirs.best,
+        value=theirs.median / ours.median,
+        best=theirs.best / ours.best,
         unit="x",
-        bar=None,
+        bar=bar,
         numbers=f"{milliseconds(ours.median)} against {milliseconds(theirs.median)}; "
         f"{speeds[0]:.2f} against {speeds[1]:.2f} GB/s",
+    )
+
+
+def _load_against_memcpy(samples: Samples) -> Row:
+    """Its memcpy goes from warm pages to warm pages, with as many threads, and verifies nothing."""
+    ours, limit = samples.get("steady", "flashckpt", "load"), samples.get("steady", "memcpy", "load")
+    return Row(
+        name="load from own memory, verified, speed against warm memcpy",
+        value=limit.median / ours.median,
+        best=limit.best / ours.best,
+        unit="x",
+        bar=Bar(0.4, at_most=False),
+        numbers=f"{milliseconds(ours.median)} against {milliseconds(limit.median)}",
+    )
+
+
+def _blocked_in_training(samples: Samples) -> Row:
+    """The bar is for a step whose forward and backward take at least as long as the copy: both are told."""
+    blocked = samples.get("stall", OVERLAP, "loop: blocked")
+    copied, passes = samples.get("stall", SYNC, "loop: staged"), samples.get("stall", OVERLAP, "loop: passes")
+    return Row(
+        name="training thread blocked by an overlapped save, optimizer's wait included",
+        value=blocked.median * 1e3,
+        best=blocked.best * 1e3,
+        unit="ms",
+        bar=Bar(5, at_most=True),
+        numbers=f"p99 {milliseconds(blocked.p99)} of {len(blocked.values)}; forward and backward "
+        f"{milliseconds(passes.median)}, the copy alone {milliseconds(copied.median)}",
+    )
+
+
+def _slower_steps(samples: Samples) -> Row:
+    """On average, so that one long stall counts; round by round, each against the steps without saves beside it."""
+    with_saves, without = samples.get("stall", OVERLAP, "loop"), samples.get("stall", WITHOUT, "loop")
+    slower = [a / b - 1 for a, b in zip(with_saves.values, without.values, strict=True)]
+    return Row(
+        name=f"steps slower on average while every {EVERY}th saves, overlapped",
+        value=statistics.fmean(slower) * 100,
+        best=min(slower) * 100,
+        unit="%",
+        bar=Bar(10, at_most=True),
+        numbers=f"median {statistics.median(slower):.1%}; {EVERY} steps {milliseconds(with_saves.median)} against "
+        f"{milliseconds(without.median)}",
+    )
+
+
+def _idle(samples: Samples) -> Row:
+    """Of the agent that takes more."""
+    agents = [samples.get("idle", f"agent that {what}", SHARE) for what in ("sends", "receives")]
+    more = max(agents, key=lambda series: series.median)
+    busiest = max(series.worst for series in agents)
+    return Row(
+        name="an agent with nothing to do, of a core",
+        value=more.median * 100,
+        best=more.best * 100,
+        unit="%",
+        bar=Bar(0.5, at_most=True),
+        numbers=f"busiest window {busiest:.2%}; {len(more.values)} windows of each of two agents",
     )
 
 

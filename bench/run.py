@@ -24,6 +24,7 @@ class Run:
     samples: Samples
     quietness: Quietness
     tell: Callable[[str], None]  # what is being done now; once a round
+    note: Callable[[str], None] = lambda _: None  # what takes a while between two rounds
 
     def clear(self) -> None:
         """Gives back the memory of what is over, and ends the agents that kept it."""

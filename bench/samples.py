@@ -40,10 +40,13 @@ class NotMeasuredError(LookupError):
 
 
 GROWTH = "growth"  # the section whose figures are points
+SHARE = "cpu: share of a core"
 
 
 def unit_of(section: str, measure: str) -> str:
-    return "bytes" if section == "memory" or measure in ("peak memory", "on the wire") else "seconds"
+    if section == "memory" or measure in ("peak memory", "on the wire"):
+        return "bytes"
+    return "of a core" if measure == SHARE else "seconds"
 
 
 @dataclass(slots=True)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from bench.compare import Exercise, comparing
 from bench.contenders import CONTENDERS
 from bench.growth import FULL, Axes, growing
+from bench.idle import idling
 from bench.peer import restoring
 from bench.process import Worker
 from bench.replicate import replicating, watched_agents
@@ -20,6 +21,7 @@ from bench.run import Section, turn
 from bench.scratch import check_room
 from bench.slowdown import Loop, slowing_down
 from bench.spec import StateSpec
+from bench.stall import stalling
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,9 +38,11 @@ OTHERS = (
     *("torchsnapshot", "torchsnapshot-async", "dlrover", "nvrx", "nvrx-fork", "nvrx-persistent"),
     *("bytecheckpoint", "ml-flashpoint"),
 )
+# Those that differ in how they copy, not in how they write, take minutes for twenty thousand tensors, and alike.
+NOT_WITH_SMALL = ("dcp-tuned", "dcp-async-shared", "dcp-async-process", "torchsnapshot-async")
 # Enough to see that every kind still runs; environments of their own are not made for it.
 QUICK_ONES = ("flashckpt-overlapped", "torch.save", "dcp-async-shared")
-_QUICK_SECTIONS = ("compare", "small", "replicate", "growth")
+_QUICK_SECTIONS = ("compare", "small", "replicate", "stall", "idle", "growth")
 # On one node, without an agent, on two nodes: what the agent adds to a save.
 ALL_OURS = ("flashckpt", "flashckpt-off", "flashckpt-replicated")
 WATCHED = ("flashckpt", "dcp", "dcp-async", "torch.save")
@@ -59,17 +63,26 @@ class Options:
 
     @property
     def exercise(self) -> Exercise:
-        """A step of forward and backward is four times as long as a copy at 4 GB/s."""
+        """A step of forward and backward is as long as a copy at 5 GB/s: two or three times longer than a good one."""
         seconds = self.size_bytes / 1e9
         if self.is_quick:
             return Exercise(2, 1, 1, 2, seconds, 1, self.limit_seconds)
-        return Exercise(5, 3, 2, 5, max(0.05, seconds / 4), 2, self.limit_seconds)
+        return Exercise(3, 2, 1, 5, max(0.05, seconds / 5), 1, self.limit_seconds)
 
     @property
     def exercise_of_small(self) -> Exercise:
         """DCP takes ten seconds and more for each of these."""
         few = 1 if self.is_quick else 3
-        return Exercise(few, few, 0, 0, 0.0, 1, self.limit_seconds)
+        return Exercise(few, few, 0, 0, 0.0, 0, self.limit_seconds / 3)
+
+    @property
+    def batch(self) -> int:
+        """Rows of a batch: so many that forward and backward take longer than the copy."""
+        return 4 if self.is_quick else 64
+
+    @property
+    def window_seconds(self) -> float:
+        return 1.0 if self.is_quick else 10.0
 
     @property
     def large(self) -> StateSpec:
@@ -110,6 +123,8 @@ def _all_sections(options: Options) -> list[Section]:
         return Section(name, 2 * rounds, lambda run: taking_turns(run, name, spec, contenders, rounds))
 
     large, rounds, fresh = options.large, options.rounds, options.first_rounds
+    some = min(rounds, 3)  # of what takes long
+    windows = min(rounds, 6)
 
     def compare(name: str, spec: StateSpec, exercise: Exercise, visits: int, contenders: Sequence[str]) -> Section:
         def measure(run: Run) -> None:
@@ -118,16 +133,19 @@ def _all_sections(options: Options) -> list[Section]:
         return Section(name, visits * len(contenders), measure)
 
     everybody = options.contenders or (QUICK_ONES if options.is_quick else OTHERS)
+    with_small = options.contenders or [name for name in everybody if options.is_quick or name not in NOT_WITH_SMALL]
 
     def medium(run: Run) -> None:
         replicating(run, "replicate 64 MiB", options.medium, 2 * rounds)
 
     replication = [
         turns("agent", large, ALL_OURS, rounds),
-        turns("agent, tiny state", options.tiny, ALL_OURS, 4 * rounds),
+        turns("agent, tiny state", options.tiny, ALL_OURS, 2 * rounds),
         Section("replicate", rounds, lambda run: replicating(run, "replicate", large, rounds)),
         Section("replicate 64 MiB", 2 * rounds, medium),
-        Section("slowdown", rounds, lambda run: slowing_down(run, "slowdown", options.trained, options.loop, rounds)),
+        Section("slowdown", some, lambda run: slowing_down(run, "slowdown", options.trained, options.loop, some)),
+        Section("stall", 1, lambda run: stalling(run, "stall", options.size_bytes, rounds, options.batch)),
+        Section("idle", windows, lambda run: idling(run, "idle", large, windows, options.window_seconds)),
     ]
 
     def memory(run: Run) -> None:
@@ -137,7 +155,7 @@ def _all_sections(options: Options) -> list[Section]:
     in_first = ("flashckpt", "flashckpt-prewarmed", "dcp")
     return [
         compare("compare", large, options.exercise, options.visits, everybody),
-        compare("small", options.small, options.exercise_of_small, min(options.visits, 2), everybody),
+        compare("small", options.small, options.exercise_of_small, 1, with_small),
         Section("peer", fresh, lambda run: restoring(run, "peer", large, fresh)),
         turns("steady", large, ("memcpy", "memcpy-tensors", "flashckpt", "dcp"), rounds),
         turns("planning", options.planning, ("flashckpt", "dcp"), 2 * rounds),

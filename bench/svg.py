@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from bench.fit import Line
 
-_ROW, _LABEL, _RIGHT, _TOP, _BOTTOM = 22, 196, 66, 8, 28
+_ROW, _LABEL, _RIGHT, _TOP, _BOTTOM = 22, 226, 66, 8, 28
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ def decades(low: float, high: float) -> list[float]:
     return [10.0**power for power in range(first, max(last, first + 1) + 1)]
 
 
-def dot_plot(title: str, dots: Sequence[Dot], width: int = 580) -> str:
+def dot_plot(title: str, dots: Sequence[Dot], width: int = 610) -> str:
     """Times on a logarithmic axis, the fastest on top. Further left is better."""
     ordered = sorted(dots, key=lambda dot: dot.value)
     ticks = decades(min(dot.low for dot in ordered), max(dot.high for dot in ordered))
@@ -85,7 +85,7 @@ def growth_plot(
     title: str, growths: Sequence[Growth], x_text: Callable[[float], str], *, logarithmic: bool, width: int = 480
 ) -> str:
     """Figures with their range, and the line through the medians."""
-    height, left, right, top, bottom = 270, 62, 14, 12, 40
+    height, left, right, top, bottom = 270, 62, 30, 12, 40
     xs = [point[0] for growth in growths for point in growth.points]
     lows, highs = ([point[index] for growth in growths for point in growth.points] for index in (2, 3))
     if logarithmic:

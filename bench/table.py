@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from bench.samples import Samples, Series
 
 COMPARED = ("compare", "small")
-PEER = "peer"
+PEER, REPLICATE = "peer", "replicate"
 _OUR_RECOVERY = "flashckpt, load() on a blank node"
 _ORDER = [Kind.LIMIT, Kind.SYNCHRONOUS, Kind.ASYNCHRONOUS, Kind.PEER]
 
@@ -28,6 +28,7 @@ class Entry:
     blocked: Series | None
     in_training: Series | None  # blocked while a training loop runs
     safe: Series | None
+    replicated: Series | None  # until it survives the loss of the node
     load: Series | None
     slowdown: float | None  # of the training loop, of 1
     peak_bytes: float | None
@@ -38,6 +39,11 @@ class Entry:
     checked: bool
     note: str
     problem: str  # why it is not here, or not with everything
+
+    @property
+    def decisive(self) -> Series | None:
+        """What it is ranked by; None: there is no figure of it."""
+        return self.safe or self.load or self.replicated
 
 
 def is_ours(name: str) -> bool:
@@ -51,7 +57,7 @@ def make_entries(samples: Samples, section: str) -> list[Entry]:
     entries = [_entry(samples, section, name) for name in names]
 
     def rank(entry: Entry) -> tuple[bool, int, float]:
-        decisive = entry.safe or entry.load
+        decisive = entry.decisive
         return decisive is None, _ORDER.index(entry.kind), decisive.median if decisive else 0.0
 
     return sorted(entries, key=rank)
@@ -82,11 +88,12 @@ def _entry(samples: Samples, section: str, name: str) -> Entry:
         blocked=samples.find(section, name, "save"),
         in_training=samples.find(section, name, "loop: blocked"),
         safe=samples.find(section, name, "safe"),
+        replicated=samples.find(section, name, "replicate" if section == REPLICATE else "replicated"),
         load=samples.find(section, name, "load"),
         slowdown=slowdown,
         peak_bytes=peak.median if peak else None,
         wire_bytes=wire.median if wire else None,
-        of_limit=ratios("socket" if section == PEER else "memcpy"),
+        of_limit=ratios("memcpy" if section in COMPARED else "socket"),
         of_ours=ratios("flashckpt"),
         isolated=samples.isolated.get(key),
         checked=about.checked,
@@ -125,7 +132,7 @@ _QUESTIONS = (
     ("small", "blocked", "many small tensors: blocked per save", True),
     ("small", "safe", "many small tensors: safe in memory", True),
     ("small", "load", "many small tensors: restored", True),
-    ("peer", "load", "restored from a peer into live tensors", True),
+    (PEER, "load", "restored from a peer into live tensors", True),
 )
 
 

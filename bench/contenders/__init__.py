@@ -58,6 +58,9 @@ CONTENDERS = {
     "flashckpt-replicated": _ours(
         "replicated:FlashReplicated", _SYNC, "flashckpt, two nodes", copies=6, warm_up=4, note="replicated behind it"
     ),
+    "flashckpt-unlogged": _ours(
+        "replicated:FlashUnlogged", _SYNC, "flashckpt, two nodes, as a user has it", copies=6, warm_up=4
+    ),
     "torch.save": About("bench.contenders.torch_save:TorchSave", _SYNC, "torch.save, load(mmap)"),
     "safetensors": About("bench.contenders.safetensors_file:Safetensors", _SYNC, "safetensors"),
     "dcp": About("bench.contenders.dcp:Dcp", _SYNC, "dcp.save"),

@@ -20,6 +20,7 @@ import flashckpt
 from bench.companion import config_of, rendezvous, wrapped
 from bench.contenders.base import Synchronous
 from bench.errors import BenchError
+from bench.process import UNTIL_REPLICATED
 from flashckpt import Checkpointer
 
 if TYPE_CHECKING:
@@ -37,11 +38,12 @@ class FlashReplicated(Synchronous):
     """Checkpointer.save as far as SEALED; `settle` waits for REPLICATED and says how long that took from there."""
 
     _handle: SaveHandle | None = None
+    _log: str | None = "debug"  # the agents inherit it: their logs then say how long each push took
 
     def set_up(self, state: StateDict, directory: Path) -> Details:
         self._state = wrapped(state["model"], state["trainer"])
-        # The agents inherit it: their logs then say how long each push took.
-        os.environ["FLASHCKPT_LOG"] = "debug"
+        if self._log is not None:
+            os.environ["FLASHCKPT_LOG"] = self._log
         self._companion = _Companion(directory)
         try:
             rendezvous(directory, rank=0)
@@ -62,7 +64,7 @@ class FlashReplicated(Synchronous):
         details: Details = {}
         if self._handle is not None:
             outcome = self._handle.wait("replicated", _DEADLINE)
-            details["until_replicated"] = time.perf_counter() - self._sealed_at
+            details[UNTIL_REPLICATED] = time.perf_counter() - self._sealed_at
             if outcome is not flashckpt.Outcome.OK:
                 raise BenchError(f"save: expected it replicated, found {self._handle!r}")
             self._handle = None
@@ -82,6 +84,12 @@ class FlashReplicated(Synchronous):
         self._checkpointer.close()
         self._companion.wait_ended()
         dist.destroy_process_group()
+
+
+class FlashUnlogged(FlashReplicated):
+    """As above with agents that log what a user's do."""
+
+    _log = None
 
 
 class _Companion:

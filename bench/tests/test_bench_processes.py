@@ -95,6 +95,19 @@ def test_a_worker_that_dies_is_named() -> None:
             worker.save(1)
 
 
+def test_a_killed_worker_leaves_no_semaphores() -> None:
+    """A helper of multiprocessing removes them, if it is let live that long."""
+    before = set(TMPFS.glob("sem.mp-*"))
+    with scratch_directory() as directory:
+        worker = Worker("dcp-async-process", SPEC, directory / "own")
+        try:
+            worker.save(1)
+            made = set(TMPFS.glob("sem.mp-*")) - before
+        finally:
+            worker.kill()
+        assert not [path for path in made if path.exists()]
+
+
 def test_too_large_a_state_is_refused_before_it_starts() -> None:
     with pytest.raises(BenchError, match="take a smaller --size"):
         check_room(1 << 60)
