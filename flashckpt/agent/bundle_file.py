@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from flashckpt.credentials import Bundle
-
 if TYPE_CHECKING:
+    from flashckpt.credentials import Bundle
     from flashckpt.store.slots import SlotStore
 
 _NAME = "credentials"
@@ -22,6 +21,9 @@ def write_bundle(store: SlotStore, bundle: Bundle, address: str) -> None:
 
 def read_bundle(store: SlotStore) -> tuple[Bundle, str] | None:
     """With the address. None where no launch has brought any."""
+    # Here: it takes the time of a start to import.
+    from flashckpt.credentials import Bundle
+
     kept = store.read_secret(_NAME)
     if kept is None:
         return None

@@ -6,11 +6,11 @@ successor starts from what lies in the directory. A core that believes what the 
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from typing import TYPE_CHECKING, NoReturn
 
+from flashckpt.agent.bundle_file import read_bundle, write_bundle
 from flashckpt.agent.commit import launch_of
 from flashckpt.agent.session import decode_base, decode_session, encode_session
 from flashckpt.errors import CorruptShardError, FlashError
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_CREDENTIALS = "credentials"
 _FATAL = 75  # exit code: a decision could not be made durable
 
 
@@ -60,10 +59,7 @@ class Succession:
 
     def keep_bundle(self, bundle: Bundle, address: str) -> None:
         """Any thread."""
-        # One file: a successor must not find one launch's key beside another's certificate.
-        parts = [bundle.certificate_pem, bundle.key_pem, bundle.ca_pem, address.encode()]
-        text = json.dumps([part.decode() for part in parts])
-        self._durably("the credentials", lambda: self._store.write_secret(_CREDENTIALS, text.encode()))
+        self._durably("the credentials", lambda: write_bundle(self._store, bundle, address))
 
     def _durably(self, what: str, write: Callable[[], object]) -> None:
         try:
@@ -112,15 +108,13 @@ class Succession:
     def listen_again(self, peers: Peers) -> None:
         """At the same address as the predecessor, or else at another one, which hellos then spread."""
         from flashckpt.address import parse_address
-        from flashckpt.credentials import Bundle
 
-        kept = self._store.read_secret(_CREDENTIALS)
+        kept = read_bundle(self._store)
         if kept is None:
             _log.warning("no credentials: other nodes are not spoken to until a trainer brings some")
             return
-        certificate, key, ca, address = json.loads(kept)
+        bundle, address = kept
         host, port = parse_address(address)
-        bundle = Bundle(certificate.encode(), key.encode(), ca.encode())
         try:
             peers.listen(bundle, host, port)
         except (FlashError, OSError) as error:
