@@ -235,10 +235,10 @@ class Checkpointer:
         """Fills the state dict, in place, from the newest usable generation (or that of `step`). Collective.
 
         None means that the job has never saved anything. Where something exists but nothing is usable it raises
-        UnusableError with the reason for each generation, unless `allow_fresh`. `keys` restricts the load to keys
-        with these prefixes; `strict=False` lets keys be missing on either side; `cast` converts dtypes. `screen` is
-        called with what was found before any tensor is read: it raises where that must not be loaded, or says which
-        keys to load.
+        UnusableError with the reason for each generation, unless `allow_fresh` and no tensor was written to. `keys`
+        restricts the load to keys with these prefixes; `strict=False` lets keys be missing on either side; `cast`
+        converts dtypes. `screen` is called with what was found before any tensor is read: it raises where that must
+        not be loaded, or says which keys to load.
 
         A load takes the job over: what other launches saved above the loaded step is dead from then on, and they
         can't save any more. `read_only=True` (an evaluation beside the training, say) leaves all that alone.
@@ -262,15 +262,14 @@ class Checkpointer:
                 keys=None if keys is None else tuple(keys),
                 strict=strict,
                 cast=cast,
-                verify=self.config.verify,
-                threads=self._threads,
                 screen=screen,
             )
             try:
                 result = load_newest(recovery, ground, inventory, on_disk, self.config.persist_dir, state_dict, request)
-            except UnusableError:
+            except UnusableError as error:
                 if not allow_fresh:
                     raise
+                recovery.refuse_if_touched(error)
                 log.warning("nothing usable; allow_fresh: starting anew")
                 result = None
             if result is None and inventory.quarantined and not allow_fresh:
@@ -305,7 +304,7 @@ class Checkpointer:
             self._check_enabled()
             from flashckpt.persist.elsewhere import load_path
 
-            request = Request(strict=strict, cast=cast, verify=self.config.verify, threads=self._threads, screen=screen)
+            request = Request(strict=strict, cast=cast, screen=screen)
             ground = self.ground()
             return load_path(Recovery(ground), ground, path, state_dict, request, only_hf=only_hf)
 
@@ -356,7 +355,12 @@ class Checkpointer:
         self._check_enabled()
         # Less than the group waits: what goes wrong is told by whoever knows it, not found out by a silence.
         timeout = 0.9 * self.config.start_timeout
-        options: dict[str, Any] = {"job": self._settings.job, "verify": self.config.verify, "timeout": timeout}
+        options: dict[str, Any] = {
+            "job": self._settings.job,
+            "verify": self.config.verify,
+            "threads": self._threads,
+            "timeout": timeout,
+        }
         if alone:
             return Ground.alone(self._topology, self._store, self._memory, **options)
         return Ground.together(self._topology, self._group, self._store, self._memory, **options)

@@ -351,7 +351,7 @@ class FlashReader(StorageReader):
             return attempt.needs(transfers, targets)
 
         def fill() -> bytes:
-            return attempt.read(transfers, targets, checkpointer.threads, ground.verify)
+            return attempt.read(transfers, targets)
 
         try:
             needs = agree(ground.group, ground.node, "preparing to load", prepare)

@@ -86,12 +86,12 @@ class Reading:
             failpoint("after_get")
         return data
 
-    def place_of(self, chunks: ChunkRange) -> tuple[int, int, int]:
+    def view_of(self, chunks: ChunkRange) -> memoryview | None:
         failpoint("mid_get")
-        place = self._opened.place_of(chunks)
+        view = self._opened.view_of(chunks)
         if chunks.first <= self._last_chunk < chunks.first + chunks.count:
             failpoint("after_get")
-        return place
+        return view
 
     def rotten(self, error: Exception) -> None:
         _log.warning("%s was to be read by %r: %s", self.shard, self._peer, error)

@@ -28,9 +28,9 @@ _MAX_DAMAGED = 64  # that are remembered
 class OpenShard(Outgoing):
     """A shard of this node that is being read. Owns its descriptor."""
 
-    def __init__(self, fd: int, shard: ShardId, job: str) -> None:
+    def __init__(self, fd: int, shard: ShardId, job: str, mapped: memoryview | None = None) -> None:
         try:
-            super().__init__(fd, shard, job)
+            super().__init__(fd, shard, job, mapped)
         except BaseException:
             os.close(fd)
             raise
@@ -39,6 +39,7 @@ class OpenShard(Outgoing):
     def close(self) -> None:
         if not self._closed:
             self._closed = True
+            self.unmap()
             os.close(self._fd)
 
 
@@ -106,7 +107,9 @@ class ShardFiles:
         sealed = self._files.get(shard)
         if sealed is None:
             raise NotFoundError(f"{shard}: not held here")
-        return OpenShard(self._store.open_shard(sealed), shard, self._job)
+        fd = self._store.open_shard(sealed)
+        # A replica that came into memory which was used before: still mapped and faulted.
+        return OpenShard(fd, shard, self._job, self._store.mapped_shard(sealed, fd))
 
     def verified(self) -> set[ShardId]:
         """Of which every chunk was checked here since it came."""

@@ -1,15 +1,15 @@
 """Both ends of a lane once it is open: chunks out of a sealed shard into the wire, and out of the wire to whoever
 verifies and keeps them.
 
-A plain lane sends out of the page cache (sendfile), without a look: the receiver verifies, and where it finds a bad
-frame, the sender verifies its own copy of it to know whose fault it was. A lane with TLS has to read anyway, and
-verifies before it sends.
+A plain lane sends out of a mapping of the shard, without a look: the receiver verifies, and where it finds a bad frame,
+the sender verifies its own copy of it to know whose fault it was. A lane with TLS has to read anyway, and verifies
+before it sends. Not sendfile: it hands over single pages, which costs both ends more than one copy in large pieces.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
+import errno
 import select
 import ssl
 from typing import TYPE_CHECKING, Protocol
@@ -50,8 +50,8 @@ class Chunks(Protocol):
     def read_chunk(self, index: int) -> bytes:
         """Verified: CorruptShardError where it is bad."""
 
-    def place_of(self, chunks: ChunkRange) -> tuple[int, int, int] | None:
-        """Descriptor, offset and length of these chunks in a file; None where there is none."""
+    def view_of(self, chunks: ChunkRange) -> memoryview | None:
+        """These chunks, mapped, for the kernel to read; None where they have to be read. The caller releases it."""
 
 
 def carry(lane: Lane, batches: Batches, chunks: Chunks, before: Callable[[int], object]) -> None:
@@ -88,8 +88,8 @@ def _has_news(lane: Lane, timeout: float) -> bool:
 
 
 def _send(lane: Lane, batch: ChunkRange, chunks: Chunks, before: Callable[[int], object]) -> None:
-    place = None if isinstance(lane, ssl.SSLSocket) else chunks.place_of(batch)
-    if place is None:
+    view = None if isinstance(lane, ssl.SSLSocket) else chunks.view_of(batch)
+    if view is None:
         pieces = [chunks.read_chunk(index) for index in range(batch.first, batch.first + batch.count)]
         size = sum(map(len, pieces))
         before(size)
@@ -97,18 +97,16 @@ def _send(lane: Lane, batch: ChunkRange, chunks: Chunks, before: Callable[[int],
         for piece in pieces:
             write(lane, piece)
         return
-    fd, offset, size = place
-    before(size)
-    write(lane, FRAME.pack(batch.first, size))
-    end = offset + size
-    while offset < end:
+    with view:
+        before(len(view))
+        write(lane, FRAME.pack(batch.first, len(view)))
         try:
-            sent = os.sendfile(lane.fileno(), fd, offset, end - offset)
+            # SAFETY: nobody but the kernel touches the view. Where the file was cut short, that is an error, no signal.
+            lane.sendall(view)
         except OSError as error:
+            if error.errno == errno.EFAULT:
+                raise CorruptShardError(f"chunk {batch.first}: its file ends before {len(view)} bytes of it") from error
             raise broken(error) from error
-        if not sent:
-            raise CorruptShardError(f"chunk {batch.first}: expected {size} bytes, found the end of the file")
-        offset += sent
 
 
 def _judge(verdict: Verdict, batches: Batches, chunks: Chunks) -> None:

@@ -52,7 +52,8 @@ class Attempt:
         self.fetched: frozenset[int] = frozenset()  # ranks whose shards came from other nodes, for this rank
         self.touched = False  # tensors may have been written to
         self._pieces: Mapping[int, Int64s] | None = None  # where far shards' bytes belong, if they may go there
-        self._landed: frozenset[int] = frozenset()  # ranks whose shards are in the tensors already
+        self._landed: frozenset[int] = frozenset()  # ranks whose shards go straight into the tensors
+        self._has_read = False
         self.retrieve_seconds = 0.0
         self._open = contextlib.ExitStack()
 
@@ -120,7 +121,8 @@ class Attempt:
     def fetch(self, transfers: Sequence[Transfer], targets: Sequence[Target], needs: Sequence[bytes]) -> None:
         """Brings what this node lacks, verified, and opens what this rank reads. Collective.
 
-        `needs` are those of all ranks. StepBackError where something can't be had.
+        `needs` are those of all ranks. StepBackError where something can't be had. Where ranks fetch for themselves,
+        those that have all they need, or need nothing of their agent, read it meanwhile.
         """
         began = time.perf_counter()
         ground = self._ground
@@ -128,6 +130,7 @@ class Attempt:
         names: dict[int, str] = {}
         place = ground.group.rank
         mine = retrievals.get(Fetcher(ground.node, place, straight=True), ())
+        waits = any(one.node == ground.node and not one.straight for one in retrievals)
 
         def fetch() -> bytes:
             if mine:
@@ -135,6 +138,9 @@ class Attempt:
                 self._land(mine)
             elif asked := retrievals.get(Fetcher(ground.node, place, straight=False), ()):
                 return json.dumps(self._retrieve(asked)).encode()
+            if not waits:
+                self._open_all(transfers, {})
+                self.read(transfers, targets)
             return b"{}"
 
         if retrievals:
@@ -143,7 +149,6 @@ class Attempt:
             failpoint("after_fetch")
             told = json.loads(answers[ground.members[ground.node][0]])
             names = {int(rank): name for rank, name in told.items()}
-        self._landed = frozenset(one.shard.rank for one in mine)
         self.fetched = frozenset({transfer.shard for transfer in transfers} - self.near)
         # A shard that vanished or was recycled since is another copy's turn: all ranks have to know.
         agree(ground.group, ground.node, f"opening {self.generation}", lambda: self._open_all(transfers, names))
@@ -166,6 +171,7 @@ class Attempt:
         from flashckpt.load.straight import retrieve_straight
 
         self.touched = True
+        self._landed = frozenset(one.shard.rank for one in retrievals)
         with Progress(f"fetching {self.generation}") as progress:
             retrieve_straight(self._holders(), ground.job, retrievals, self._pieces, ground.timeout, progress.update)
 
@@ -177,6 +183,8 @@ class Attempt:
         return {shard.rank: name for shard, name in files.items()}
 
     def _open_all(self, transfers: Sequence[Transfer], names: Mapping[int, str]) -> bytes:
+        if self._has_read:
+            return b""
         lying = {one.shard: one for one in self._ground.store.scan()}
         for rank in sorted({transfer.shard for transfer in transfers} - self._landed):
             copy = self._copies[rank]
@@ -211,14 +219,17 @@ class Attempt:
     def source(self) -> SourceName:
         return "peer" if self.fetched else "memory"
 
-    def read(self, transfers: Sequence[Transfer], targets: Sequence[Target], threads: int, verify: bool) -> bytes:
+    def read(self, transfers: Sequence[Transfer], targets: Sequence[Target]) -> bytes:
+        if self._has_read:
+            return b""
         self.touched = True
         left = [transfer for transfer in transfers if transfer.shard not in self._landed]
         try:
-            read(left, self.shards, targets, threads=threads, verify=verify)
+            read(left, self.shards, targets, threads=self._ground.threads, verify=self._ground.verify)
         except CorruptShardError as error:
             self.quarantine(error.shard_index, error.message)
             raise
+        self._has_read = True
         return b""
 
     def quarantine(self, rank: int, reason: str) -> None:

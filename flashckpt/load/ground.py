@@ -28,6 +28,7 @@ class Ground:
     members: tuple[tuple[int, ...], ...]  # of each node, by their place in the group; the first one is its leader
     job: str
     verify: bool
+    threads: int  # that copy and verify
     timeout: float  # seconds that an inventory or the retrieval of one generation may take
 
     @staticmethod
@@ -39,6 +40,7 @@ class Ground:
         *,
         job: str,
         verify: bool,
+        threads: int,
         timeout: float,
     ) -> Ground:
         """All ranks load."""
@@ -53,16 +55,23 @@ class Ground:
             tuple(node.ranks for node in topology.nodes),
             job,
             verify,
+            threads,
             timeout,
         )
 
     @staticmethod
     def alone(
-        topology: Topology, store: SlotStore, memory: NodeMemory, *, job: str, verify: bool, timeout: float
+        topology: Topology,
+        store: SlotStore,
+        memory: NodeMemory,
+        *,
+        job: str,
+        verify: bool,
+        threads: int,
+        timeout: float,
     ) -> Ground:
         """This rank loads from its own node, without the others."""
         here = topology.node
         place = Place(here.node_id, here.domain)
-        return Ground(
-            store, memory, PrivateGroup.alone(), topology.rank, 0, True, (place,), ((0,),), job, verify, timeout
-        )
+        group, rank = PrivateGroup.alone(), topology.rank
+        return Ground(store, memory, group, rank, 0, True, (place,), ((0,),), job, verify, threads, timeout)

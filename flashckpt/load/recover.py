@@ -60,8 +60,6 @@ class Request:
     keys: tuple[str, ...] | None = None  # prefixes of flat keys; None = all
     strict: bool = True
     cast: bool = False
-    verify: bool = True
-    threads: int = 1
     screen: Callable[[Found], Callable[[str], bool]] | None = None  # which keys of what was found; may raise
     keep: Callable[[str], bool] | None = None  # what the screen said
 
@@ -114,8 +112,8 @@ class Readable(Protocol):
     def fetch(self, transfers: Sequence[Transfer], targets: Sequence[Target], needs: Sequence[bytes]) -> None:
         """Brings it near, or straight into the tensors."""
 
-    def read(self, transfers: Sequence[Transfer], targets: Sequence[Target], threads: int, verify: bool) -> bytes:
-        """Into the live tensors, verified. Local."""
+    def read(self, transfers: Sequence[Transfer], targets: Sequence[Target]) -> bytes:
+        """Into the live tensors, verified: what is not there yet. Local."""
 
 
 class Recovery:
@@ -278,7 +276,7 @@ class Recovery:
                 ground.group,
                 ground.node,
                 f"reading {generation}",
-                lambda: attempt.read(mine.transfers, live.targets, request.threads, request.verify),
+                lambda: attempt.read(mine.transfers, live.targets),
             )
         finally:
             self._touched |= attempt.touched
@@ -307,6 +305,18 @@ class Recovery:
         """Of the keys that this rank has no use for, those that no other rank has a use for either. Collective."""
         answers = self._ground.group.gather(json.dumps(sorted(unexpected)).encode(), "comparing keys")
         return sorted(set.intersection(*(set(json.loads(answer)) for answer in answers)))
+
+    def refuse_if_touched(self, error: UnusableError) -> None:
+        """Before a fresh start: raises where tensors of any rank were written to, which would begin with them.
+        Collective."""
+        answers = self._ground.group.gather(bytes([self._touched]), "comparing what was written to")
+        if ranks := [rank for rank, answer in enumerate(answers) if answer != b"\0"]:
+            raise UnusableError(
+                f"{error.message}\n  allow_fresh: expected untouched tensors to start anew with, found that those of "
+                f"ranks {ranks[:8]} were written to",
+                hint="start the job again: what was found bad is set aside by now, so that it can start anew then",
+                touched=True,
+            ) from error
 
     def _unusable(self, choice: Choice, stepped_over: Sequence[str]) -> UnusableError:
         tried = "".join(f"\n  - {line}" for line in stepped_over)

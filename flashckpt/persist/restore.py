@@ -177,7 +177,7 @@ class DiskAttempt:
     def fetch(self, transfers: Sequence[Transfer], targets: Sequence[Target], needs: Sequence[bytes]) -> None:
         """Nothing to bring: each rank reads it in place."""
 
-    def read(self, transfers: Sequence[Transfer], targets: Sequence[Target], threads: int, verify: bool) -> bytes:
+    def read(self, transfers: Sequence[Transfer], targets: Sequence[Target]) -> bytes:
         # IMPORTANT: only the disk is waited for in another thread. Streams, and whether gradients are recorded, belong
         # to this one.
         self.touched = True

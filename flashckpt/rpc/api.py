@@ -208,8 +208,9 @@ class Source(Protocol):
 
     def read_chunk(self, index: int) -> bytes: ...
 
-    def place_of(self, chunks: ChunkRange) -> tuple[int, int, int] | None:
-        """Descriptor, offset and length of these chunks in a file, to be sent unread; None where there is none."""
+    def view_of(self, chunks: ChunkRange) -> memoryview | None:
+        """These chunks, mapped, to be sent unread, the caller's to release; None where they have to be read. IMPORTANT:
+        only the kernel may touch it: where the file was cut short, that is a signal for anybody else."""
 
 
 class Giver(Source, Protocol):

@@ -60,7 +60,7 @@ class Reading:
         self.head_bytes, self.chunk_bytes = self.opened.head_bytes, self.opened.chunk_bytes
         self.chunks, self.digest = self.opened.chunks, self.opened.digest
         self.info = GetInfo(self.opened.size_bytes, self.head_bytes, self.chunk_bytes, 9)
-        self.read_head, self.place_of = self.opened.read_head, self.opened.place_of
+        self.read_head, self.view_of = self.opened.read_head, self.opened.view_of
         self.gate, self.found, self.closed = threading.Event(), [], threading.Event()
         self.gate.set()
 
@@ -336,19 +336,20 @@ def test_what_the_taker_raises_ends_the_read(world):
 
 
 def test_a_holder_that_closes(world):
-    world.giver = Reading(world.b, write_shard(world.b, CHUNKS))
-    taken = Taken(slow=0.5)
+    many = 8 * CHUNKS  # more than the buffers of all sockets hold
+    world.giver = Reading(world.b, write_shard(world.b, many))
+    taken = Taken(slow=0.2)
     closer = threading.Timer(0.2, world.server.close)
     closer.start()
     try:
-        refused = world.client().get(asking(world.giver, (0, CHUNKS)), taken)
+        refused = world.client().get(asking(world.giver, (0, many)), taken)
         assert refused is not None
         assert refused.retry
     except PeerError:
         pass
     closer.join()
     assert world.giver.closed.wait(WAIT)
-    assert len(taken.chunks) < CHUNKS
+    assert len(taken.chunks) < many
 
 
 def test_a_reader_that_goes_is_noticed(world):

@@ -77,7 +77,7 @@ class Shard:
         self.reads.append(index)
         return self.data[index * self.chunk_bytes : (index + 1) * self.chunk_bytes]
 
-    def place_of(self, chunks):
+    def view_of(self, chunks):
         return None  # not in a file: lanes read it
 
     def opening(self, sender):

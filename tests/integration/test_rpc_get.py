@@ -42,7 +42,7 @@ class MemoryGiver:
             raise CorruptShardError(f"chunk {index} is bad")
         return self.shard.read_chunk(index)
 
-    def place_of(self, chunks):
+    def view_of(self, chunks):
         return None
 
     def rotten(self, error):
