@@ -535,6 +535,20 @@ def test_only_damage_left_is_never_a_fresh_start(make, memory_dir):
     assert fresh.save(1, {"t": torch.ones(100_000)}).outcome == "ok"
 
 
+def test_no_fresh_start_with_tensors_that_were_written_to(make, memory_dir):
+    checkpointer = make()
+    checkpointer.save(1, {"t": torch.ones(200_000)})
+    flip(sealed_files(memory_dir)[0], 8192 + 4000)
+    live = {"t": torch.zeros(200_000)}
+    with pytest.raises(flashckpt.UnusableError, match=r"step 1[\s\S]*ranks \[0\] were written to") as caught:
+        checkpointer.load(live, allow_fresh=True)
+    assert caught.value.touched
+    # Started again: what was bad is set aside, so that nothing is written to.
+    live = {"t": torch.zeros(200_000)}
+    assert make().load(live, allow_fresh=True) is None
+    assert not live["t"].any()
+
+
 def test_truncated_under_the_reader(make, memory_dir):
     checkpointer = make()
     for step in (1, 2):
