@@ -18,8 +18,7 @@ from flashckpt.rpc.api import ShardProblem
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable, Iterable, Iterator
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable, Iterable
 
     from flashckpt.rpc.api import Taker
     from flashckpt.transport.gathering import HeadReader
@@ -68,8 +67,6 @@ class Kept(Protocol):
         """Of these, what has not come yet."""
 
     def receive(self, first: int, size_bytes: int, fd: int, scratch: memoryview) -> bool: ...
-
-    def room_for(self, first: int, size_bytes: int) -> AbstractContextManager[memoryview] | None: ...
 
     def put_chunks(self, first: int, data: bytes | memoryview) -> None: ...
 
@@ -144,9 +141,6 @@ class _HeadTaker:
     def receive(self, first: int, size_bytes: int, fd: int, scratch: memoryview) -> bool:
         raise PeerError(f"expected the head alone, found chunk {first}")
 
-    def room_for(self, first: int, size_bytes: int) -> None:
-        raise PeerError(f"expected the head alone, found chunk {first}")
-
     def put_chunks(self, first: int, data: bytes | memoryview) -> None:
         raise PeerError(f"expected the head alone, found chunk {first}")
 
@@ -172,17 +166,6 @@ class _ChunkTaker:
         if taken:
             self._count(size_bytes)
         return taken
-
-    def room_for(self, first: int, size_bytes: int) -> AbstractContextManager[memoryview] | None:
-        _raise_if_set(self._stop)
-        place = self._kept.room_for(first, size_bytes)
-        return None if place is None else self._counted(place, size_bytes)
-
-    @contextlib.contextmanager
-    def _counted(self, place: AbstractContextManager[memoryview], size_bytes: int) -> Iterator[memoryview]:
-        with place as room:
-            yield room
-        self._count(size_bytes)
 
     def put_chunks(self, first: int, data: bytes | memoryview) -> None:
         _raise_if_set(self._stop)

@@ -50,7 +50,6 @@ from flashckpt.wire import Answer, Beat, Envelope, GetRefused, PutOpen, PutReady
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from contextlib import AbstractContextManager
 
     from flashckpt.agent.shell import Shell
     from flashckpt.credentials import Bundle
@@ -484,8 +483,8 @@ class _Receiver:
     def put_head(self, offset: int, data: bytes | memoryview) -> None:
         self._incoming.put_head(offset, data)
 
-    def room_for(self, first: int, size_bytes: int) -> AbstractContextManager[memoryview] | None:
-        return self._incoming.room_for(first, size_bytes)
+    def receive(self, first: int, size_bytes: int, fd: int, scratch: memoryview) -> bool:
+        return self._incoming.receive(first, size_bytes, fd, scratch)
 
     def put_chunks(self, first: int, data: bytes | memoryview) -> None:
         self._incoming.put_chunks(first, data)

@@ -31,7 +31,6 @@ from flashckpt.lanes.layout import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from contextlib import AbstractContextManager
 
     from flashckpt.lanes.batches import Batches
     from flashckpt.lanes.layout import Lane
@@ -123,10 +122,8 @@ class Basin(Protocol):
     """Verifies and keeps chunks."""
 
     def receive(self, first: int, size_bytes: int, fd: int, scratch: memoryview, /) -> bool:
-        """Takes them out of a socket by itself, verified and counted: whether it does. OSError is the socket's."""
-
-    def room_for(self, first: int, size_bytes: int, /) -> AbstractContextManager[memoryview] | None:
-        """Where they go, verified and counted when the block ends; None: they have to be put."""
+        """Takes them out of a socket by itself, verified and counted; False: it does not, and they have to be put.
+        OSError is the socket's."""
 
     def put_chunks(self, first: int, data: memoryview, /) -> None:
         """Data is a view of a buffer: it must not be kept beyond the call."""
@@ -145,11 +142,6 @@ def land(lane: Lane, basin: Basin) -> None:
             if not 0 < size <= MAX_FRAME_BYTES:
                 raise PeerError(f"lane: expected a frame of 1 to {MAX_FRAME_BYTES} bytes, found {size}")
             if is_plain and _received(basin, first, size, lane, buffer):
-                continue
-            place = basin.room_for(first, size)
-            if place is not None:
-                with place as room:
-                    read_into(lane, room)
                 continue
             if size > len(buffer):
                 buffer = memoryview(bytearray(size))

@@ -99,9 +99,6 @@ class Landing:
         self._settle(first, count, bad)
         return True
 
-    def room_for(self, first: int, size_bytes: int) -> None:
-        """They are put: a tensor does not have the bytes between tensors."""
-
     def put_chunks(self, first: int, data: bytes | memoryview) -> None:
         start, count = self._checked(first, len(data))
         failpoint("mid_landing")

@@ -10,7 +10,6 @@ from flashckpt.rpc.settings import VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from contextlib import AbstractContextManager
 
     from flashckpt.credentials import Bundle
     from flashckpt.store.owner import Owner
@@ -177,8 +176,9 @@ class Receiver(Protocol):
 
     def put_head(self, offset: int, data: bytes | memoryview) -> None: ...
 
-    def room_for(self, first: int, size_bytes: int) -> AbstractContextManager[memoryview] | None:
-        """Where whole chunks go, to be received in place, verified and counted when the block ends; None: put them."""
+    def receive(self, first: int, size_bytes: int, fd: int, scratch: memoryview) -> bool:
+        """Takes whole chunks out of a socket by itself, verified and counted; False: it does not, and they are put.
+        `scratch` is the lane's own, for whatever it needs. OSError is the socket's."""
 
     def put_chunks(self, first: int, data: bytes | memoryview) -> None: ...
 
@@ -237,11 +237,8 @@ class Taker(Protocol):
     def put_head(self, offset: int, data: bytes | memoryview) -> None: ...
 
     def receive(self, first: int, size_bytes: int, fd: int, scratch: memoryview) -> bool:
-        """Takes whole chunks out of a socket by itself, verified and counted: whether it does. `scratch` is the lane's
-        own, for whatever it needs. OSError is the socket's."""
-
-    def room_for(self, first: int, size_bytes: int) -> AbstractContextManager[memoryview] | None:
-        """Where whole chunks go, to be received in place, verified and counted when the block ends; None: put them."""
+        """Takes whole chunks out of a socket by itself, verified and counted; False: it does not, and they are put.
+        `scratch` is the lane's own, for whatever it needs. OSError is the socket's."""
 
     def put_chunks(self, first: int, data: bytes | memoryview) -> None: ...
 

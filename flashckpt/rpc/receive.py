@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import threading
 import time
@@ -22,7 +21,6 @@ from flashckpt.wire import PutHave, PutRefused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
-    from contextlib import AbstractContextManager
 
     from flashckpt.rpc.api import PeerApi, Receiver
     from flashckpt.rpc.lane_ends import LaneServer
@@ -79,17 +77,10 @@ class _Arrivals:
             self.taken_bytes += size
 
     def receive(self, first: int, size_bytes: int, fd: int, scratch: memoryview) -> bool:
-        return False  # a replica is received into its slot
-
-    def room_for(self, first: int, size_bytes: int) -> AbstractContextManager[memoryview] | None:
-        place = self._receiver.room_for(first, size_bytes)
-        return None if place is None else self._counted(place, size_bytes)
-
-    @contextlib.contextmanager
-    def _counted(self, place: AbstractContextManager[memoryview], size_bytes: int) -> Iterator[memoryview]:
-        with place as room:
-            yield room
-        self.count(size_bytes)
+        taken = self._receiver.receive(first, size_bytes, fd, scratch)
+        if taken:
+            self.count(size_bytes)
+        return taken
 
     def put_chunks(self, first: int, data: memoryview) -> None:
         self._receiver.put_chunks(first, data)

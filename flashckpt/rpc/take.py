@@ -16,7 +16,6 @@ from flashckpt.v1 import peer_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-    from contextlib import AbstractContextManager
 
     from flashckpt.lanes.fleet import Fleet
     from flashckpt.lanes.policy import Offer
@@ -100,25 +99,11 @@ class Take:
             self._arrived(indices, size_bytes)
         return taken
 
-    def room_for(self, first: int, size_bytes: int) -> AbstractContextManager[memoryview] | None:
-        indices = self._awaited_chunks(first, size_bytes)
-        with self._noted():
-            place = self._taker.room_for(first, size_bytes)
-        return None if place is None else self._arriving(place, indices, size_bytes)
-
     def put_chunks(self, first: int, data: memoryview) -> None:
         indices = self._awaited_chunks(first, len(data))
         with self._noted():
             self._taker.put_chunks(first, data)
         self._arrived(indices, len(data))
-
-    @contextlib.contextmanager
-    def _arriving(
-        self, place: AbstractContextManager[memoryview], indices: range, size_bytes: int
-    ) -> Iterator[memoryview]:
-        with self._noted(), place as room:
-            yield room
-        self._arrived(indices, size_bytes)
 
     @contextlib.contextmanager
     def _noted(self, passing: type[Exception] = PeerError) -> Iterator[None]:

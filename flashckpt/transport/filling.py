@@ -6,9 +6,10 @@ has claimed is not written by another one, and what is here is never written aga
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import struct
 import threading
+from array import array
 from typing import TYPE_CHECKING, NoReturn
 
 from flashckpt import native
@@ -20,7 +21,6 @@ from flashckpt.types import ChunkRange
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-    from contextlib import AbstractContextManager
 
     from typing_extensions import Buffer
 
@@ -90,40 +90,41 @@ class Filling:
             finally:
                 self._settle(claimed, done)
 
-    def room_for(self, first: int, size_bytes: int) -> AbstractContextManager[memoryview] | None:
-        """Where these chunks go, to be received in place: verified when the block ends, and missing still where it
-        raises. None: they have to be put."""
+    def receive(self, first: int, size_bytes: int, fd: int, scratch: memoryview) -> bool:
+        """Takes these chunks out of a socket: verified in `scratch`, which has room for two, and then copied to their
+        place. False, and nothing is taken: they have to be put. Missing still where it raises; OSError is the socket's.
+        """
         view = self._file.view
-        if view is None:
-            return None
+        if view is None or len(scratch) < 2 * self.chunk_bytes:
+            return False
         wanted = ChunkRange(first, self._count(first, size_bytes))
-        claimed = self._claim(wanted.first, wanted.count)
-        if claimed != [wanted]:
-            self._settle(claimed, 0)
-            return None
-        return self._receiving(wanted, view)
-
-    @contextlib.contextmanager
-    def _receiving(self, wanted: ChunkRange, view: memoryview) -> Iterator[memoryview]:
-        done = 0
+        claimed, done = self._claim(wanted.first, wanted.count), 0
         try:
+            if claimed != [wanted]:
+                return False
             start, length = self.bytes_of(wanted)
             with view[start : start + length] as room:
-                native.prefault(room, 1)  # at once: received page by page they would fault one by one
-                yield room
-                self._verify(wanted.first, room)
-                failpoint(self._before_write)
+                native.prefault(room, 1)  # at once: written page by page they would fault one by one
+                place = array("q", (0, _address_of(room), length))
+                bad = native.receive_chunks(fd, 0, length, self.chunk_bytes, self._crcs_of(wanted), place, scratch)
+            if bad:
+                (expected,) = _CRC.unpack_from(self._crcs, (first + bad[0]) * CRC_BYTES)
+                corrupt(f"{self._where}: chunk {first + bad[0]}", f"crc32c {expected:#010x}", "another one")
+            failpoint(self._before_write)
             done = 1
         finally:
-            self._settle([wanted], done)
+            self._settle(claimed, done)
+        return True
 
     def _verify(self, first: int, view: memoryview) -> int:
         """How many chunks these are."""
         count = self._count(first, len(view))
-        crcs = self._crcs[first * CRC_BYTES : (first + count) * CRC_BYTES]
-        if bad := native.verify_chunks(view, self.chunk_bytes, crcs, 1):
+        if bad := native.verify_chunks(view, self.chunk_bytes, self._crcs_of(ChunkRange(first, count)), 1):
             self._refuse_chunk(first, bad[0], view)
         return count
+
+    def _crcs_of(self, chunks: ChunkRange) -> bytes:
+        return self._crcs[chunks.first * CRC_BYTES : (chunks.first + chunks.count) * CRC_BYTES]
 
     def close(self) -> None:
         """Waits for those who write. May be called again."""
@@ -191,3 +192,7 @@ def runs(flags: bytes | bytearray, value: int, first: int, end: int) -> Iterator
         stop = flags.find(1 - value, start, end)
         at = end if stop < 0 else stop
         yield ChunkRange(start, at - start)
+
+
+def _address_of(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))

@@ -30,7 +30,6 @@ from flashckpt.types import ChunkRange, Held
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from contextlib import AbstractContextManager
 
     from typing_extensions import Buffer
 
@@ -142,11 +141,8 @@ class Gathering:
         return sum(length for _, length in map(filling.bytes_of, ranges))
 
     def receive(self, first: int, size_bytes: int, fd: int, scratch: memoryview) -> bool:
-        return False  # in place, where the file is mapped
-
-    def room_for(self, first: int, size_bytes: int) -> AbstractContextManager[memoryview] | None:
-        """Where whole chunks go, to be received in place; None: they have to be put. Counted when the block ends."""
-        return self._checked(first, size_bytes).room_for(first, size_bytes)
+        """Takes whole chunks out of a socket, verified and counted; False: they have to be put."""
+        return self._checked(first, size_bytes).receive(first, size_bytes, fd, scratch)
 
     def put_chunks(self, first: int, data: Buffer) -> None:
         """Whole chunks, one after the other. CorruptShardError: the checksum of one is wrong. One that is here already

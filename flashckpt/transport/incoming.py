@@ -30,8 +30,6 @@ from flashckpt.transport.stage import MAX_HEAD_BYTES, Stage
 from flashckpt.types import Held
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from typing_extensions import Buffer
 
     from flashckpt.store.handles import Slot, SlotFile
@@ -124,12 +122,12 @@ class Incoming:
             if end == self.head_bytes:
                 self._take_head()
 
-    def room_for(self, first: int, size_bytes: int) -> AbstractContextManager[memoryview] | None:
-        """Where whole chunks go, to be received in place; None: they have to be put. Counted when the block ends."""
+    def receive(self, first: int, size_bytes: int, fd: int, scratch: memoryview) -> bool:
+        """Takes whole chunks out of a socket, verified and counted; False: they have to be put."""
         with self._lock:
             self._check_state(f"chunk {first}", State.DATA)
             filling = self._filling
-        return None if filling is None else filling.room_for(first, size_bytes)
+        return filling is not None and filling.receive(first, size_bytes, fd, scratch)
 
     def put_chunks(self, first: int, data: Buffer) -> None:
         """Whole chunks of the data area, one after the other. CorruptShardError: the checksum of one is wrong; they may

@@ -125,9 +125,6 @@ class MemoryReceiver:
     def receive(self, first, size_bytes, fd, scratch):
         return False
 
-    def room_for(self, first, size_bytes):
-        return None
-
     def put_chunks(self, first, data):
         self.took.release()
         self.gate.wait(WAIT)

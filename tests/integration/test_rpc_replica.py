@@ -56,7 +56,7 @@ class Receiver:
         self.incoming = incoming
         self.put_head = incoming.put_head
         self.put_chunks = incoming.put_chunks
-        self.room_for = incoming.room_for
+        self.receive = incoming.receive
         self.ends = []
 
     @property

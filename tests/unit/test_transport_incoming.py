@@ -8,6 +8,7 @@ import random
 import re
 import shutil
 import signal
+import socket
 import struct
 import tempfile
 import threading
@@ -25,7 +26,6 @@ from flashckpt.errors import (
     FlashError,
     IncompatibleError,
     NoSpaceError,
-    PeerError,
 )
 from flashckpt.format.layout import encode_layout, fingerprint
 from flashckpt.format.shard import encode_header, geometry, invalidate, seal_bytes
@@ -194,43 +194,46 @@ def test_the_next_replica_finds_the_mapping_of_the_one_before(store):
 def test_a_length_that_can_not_be_mapped(store):
     """The shard of a node with smaller pages."""
     SENDER.send_head(incoming := SENDER.open(store))
-    assert incoming.room_for(0, CHUNK) is None
+    assert not incoming.receive(0, CHUNK, -1, memoryview(bytearray(2 * CHUNK)))
     SENDER.send_and_finish(incoming)
     assert sealed_content(store, shard_id()) == CONTENT
     assert str(store.path) not in Path("/proc/self/maps").read_text()
 
 
-def test_received_in_place(store):
+def bring(incoming, first, size, data):
+    """By a socket that carries `data`, and then ends."""
+    here, there = socket.socketpair()
+    with here, there:
+        there.sendall(data)
+        there.shutdown(socket.SHUT_WR)
+        return incoming.receive(first, size, here.fileno(), memoryview(bytearray(2 * CHUNK)))
+
+
+def test_received_out_of_a_socket(store):
     MAPPABLE.send_and_finish(MAPPABLE.open(store))
     assert store.release(store.scan()[0])
     incoming, chunks = MAPPABLE.open(store), MAPPABLE.chunks
-    refuses(lambda: incoming.room_for(0, CHUNK), ConfigError, "rest of the head")
+    refuses(lambda: bring(incoming, 0, CHUNK, chunks[0]), ConfigError, "rest of the head")
     MAPPABLE.send_head(incoming)
-    with incoming.room_for(1, CHUNK) as room:
-        assert incoming.room_for(1, CHUNK) is None, "somebody receives it"
-        assert incoming.room_for(0, 2 * CHUNK) is None, "or a part of it"
-        room[:] = chunks[1]
-    assert incoming.room_for(1, CHUNK) is None, "it is here, and is never written again"
-    with pytest.raises(CorruptShardError, match="chunk 0: expected crc32c"), incoming.room_for(0, CHUNK) as room:
-        room[:] = chunks[1]
-    broken = incoming.room_for(0, CHUNK)
-    with broken as room:
-        room[:] = chunks[0]
-        assert incoming.next_chunk == 0, "not before it is verified"
+    assert not incoming.receive(0, CHUNK, -1, memoryview(bytearray(2 * CHUNK - 1))), "no room to verify in"
+    assert bring(incoming, 1, CHUNK, chunks[1])
+    assert not bring(incoming, 1, CHUNK, chunks[0]), "it is here, and is never written again"
+    assert not bring(incoming, 0, 2 * CHUNK, chunks[0] + chunks[0]), "nor a part of it"
+    with pytest.raises(CorruptShardError, match="chunk 0: expected crc32c"):
+        bring(incoming, 0, CHUNK, chunks[1])
+    assert incoming.next_chunk == 0
+    assert bring(incoming, 0, CHUNK, chunks[0])
     for index in range(2, len(chunks)):
-        place = incoming.room_for(index, len(chunks[index]))
-        room = place.__enter__()
-        room[:10] = chunks[index][:10]
-        assert not place.__exit__(PeerError, PeerError("the connection broke"), None)
+        with pytest.raises(ConnectionResetError):
+            bring(incoming, index, len(chunks[index]), chunks[index][:10])
         assert incoming.next_chunk == index
         refuses(incoming.finish, ConfigError, f"expected chunk {index} of 8")
-        with incoming.room_for(index, len(chunks[index])) as room:
-            room[:] = chunks[index]
-    for wrong in ((8, CHUNK), (-1, CHUNK), (0, 0), (0, CHUNK - 1), (7, CHUNK)):
-        refuses(lambda wrong=wrong: incoming.room_for(*wrong), ConfigError, "expected")
+        assert bring(incoming, index, len(chunks[index]), chunks[index])
+    for first, size in ((8, CHUNK), (-1, CHUNK), (0, 0), (0, CHUNK - 1), (7, CHUNK)):
+        refuses(lambda first=first, size=size: bring(incoming, first, size, b""), ConfigError, "expected")
     incoming.finish()
     assert sealed_content(store, shard_id()) == MAPPABLE_CONTENT
-    refuses(lambda: incoming.room_for(0, CHUNK), ClosedError, "sealed")
+    refuses(lambda: bring(incoming, 0, CHUNK, chunks[0]), ClosedError, "sealed")
 
 
 def test_a_shard_without_data(store):
