@@ -243,7 +243,7 @@ def test_a_brake_is_no_stall(world, outgoing):
         def take(self, size_bytes):
             time.sleep(0.12)
 
-    # The receiver tells of every fourth frame: well before it counts as stalled, which the whole push takes longer than.
+    # The receiver tells of every fourth frame, well before it counts as stalled; the whole push takes longer than that.
     result = world.client(stall_timeout=1.0).put(opening_of(outgoing), outgoing, Brake())
     assert result.end is PutEnd.SEALED
 
