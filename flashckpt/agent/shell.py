@@ -65,7 +65,9 @@ __all__ = ["OpenShard", "Shell"]
 
 _log = logging.getLogger(__name__)
 
-_TICK_SECONDS = 0.2
+# For what is due by time alone; events are handled when they come. Seldom, so that an idle agent is one.
+_TICK_SECONDS, _LEAST_TICK_SECONDS = 0.5, 0.2
+_DRAIN_SECONDS = 0.05
 _LEASES_SECONDS = 0.5
 _SCAN_SECONDS = 2.0
 
@@ -122,7 +124,8 @@ class Shell:
     def serve_until(self, stop: threading.Event) -> None:
         self._stop = stop
         scan_at = leases_at = 0.0
-        while not stop.wait(_TICK_SECONDS):
+        tick_seconds = max(_LEAST_TICK_SECONDS, min(_TICK_SECONDS, self.options.beat_interval / 4))
+        while not stop.wait(tick_seconds):
             now = time.monotonic()
             self.feed(Tick())
             try:
@@ -150,10 +153,10 @@ class Shell:
         deadline = began + timeout
         while time.monotonic() < deadline and self._has_work():
             self.feed(Tick())
-            time.sleep(_TICK_SECONDS / 4)
+            time.sleep(_DRAIN_SECONDS)
         while time.monotonic() < began + self._flush_patience():
             self.feed(Tick())
-            time.sleep(_TICK_SECONDS)
+            time.sleep(_DRAIN_SECONDS)
 
     def close(self) -> None:
         self._draining = True

@@ -47,35 +47,42 @@ class Watchdog:
 
     def __init__(self, timeout: float) -> None:
         self._interval = min(_MAX_INTERVAL, timeout / 4)
-        self._lock = threading.Lock()  # protects the two below
+        self._state = threading.Condition()  # protects what follows
         self._watched: set[Watched] = set()
         self._thread: threading.Thread | None = None
-        self._stop = threading.Event()
+        self._closed = False
 
     def watch(self, cancel: Callable[[], object]) -> Watched:
         watched = Watched(cancel)
-        with self._lock:
+        with self._state:
             self._watched.add(watched)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="flashckpt-watchdog", daemon=True)
                 self._thread.start()
+            elif len(self._watched) == 1:
+                self._state.notify_all()
         return watched
 
     def forget(self, watched: Watched) -> None:
-        with self._lock:
+        with self._state:
             self._watched.discard(watched)
 
     def close(self) -> None:
-        self._stop.set()
-        with self._lock:
+        with self._state:
+            self._closed = True
+            self._state.notify_all()
             thread = self._thread
         if thread is not None:
             thread.join()
 
     def _run(self) -> None:
-        while not self._stop.wait(self._interval):
-            now = time.monotonic()
-            with self._lock:
+        while True:
+            with self._state:
+                # Asleep while there is nothing to watch: an idle agent has several of these.
+                self._state.wait(self._interval if self._watched else None)
+                if self._closed:
+                    return
                 watched = list(self._watched)
+            now = time.monotonic()
             for one in watched:
                 one.cancel_if_due(now)
