@@ -57,12 +57,13 @@ def test_replication_is_held_against_the_socket() -> None:
         },
     )
     rows = {row.name: row for row in make_rows(samples)}
-    whole = rows["replication, from sealed to replicated, against a plain socket"]
-    assert whole.value == pytest.approx(6.0)
-    assert whole.best == pytest.approx(4.0)
+    whole = rows["replication of the state between two agents, from sealed to replicated, speed against a plain socket"]
+    assert whole.value == pytest.approx(0.5 / 3)
+    assert whole.best == pytest.approx(0.5 / 2)
     assert whole.numbers == "3,000 ms against 500 ms; 0.36 against 2.15 GB/s"
-    assert rows["the push alone, until acknowledged, against a plain socket"].value == pytest.approx(5.8)
-    assert rows["the push alone, until acknowledged, against a socket with mutual TLS"].value == pytest.approx(2.0)
+    push = "the push alone, until acknowledged, speed against a"
+    assert rows[f"{push} plain socket"].value == pytest.approx(0.5 / 2.9)
+    assert rows[f"{push} socket with mutual TLS"].value == pytest.approx(1.45 / 2.9)
     cpu = rows["CPU seconds of both agents for a GiB replicated"]
     assert cpu.value == pytest.approx(2.0)
     assert cpu.numbers == "sender 1.20 s, receiver 0.80 s"
