@@ -81,9 +81,8 @@ def _costs(outcome: Outcome) -> Table:
         table.add_row(f"{again.at - first.at:.2f} s", f"from step {first.step} to step {again.step}")
         table.add_row(f"{again.at - cost.lost_at:.2f} s", "in all, from the loss to a step further than before")
     table.add_row(format_bytes(cost.lost_bytes), "of memory lost with the node")
-    table.add_row(format_bytes(cost.fetched_bytes), "fetched by the blank node for its rank")
     if cost.healed_bytes:
-        table.add_row(format_bytes(cost.healed_bytes), "copied to it besides, as replicas of other ranks")
+        table.add_row(format_bytes(cost.healed_bytes), "of copies brought back to its successor behind the training")
     return table
 
 

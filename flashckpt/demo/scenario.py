@@ -77,8 +77,7 @@ class Cost:
     killed_processes: int
     lost_at: float  # time.monotonic()
     restarted_at: float
-    fetched_bytes: int  # by the blank node, for its rank
-    healed_bytes: int  # copied to it besides, to have as many copies as before
+    healed_bytes: int  # copied to the blank node, to have as many copies as before
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +119,7 @@ class _Play:
         resumed = self._resume(broken.run, facts)
         record = self._wait_for_record(plan.steps // plan.every * plan.every)
         facts = Facts(facts.lost_rank, facts.promised_step, record)
-        fetched = sum(size for shard, size in self._arrived.items() if shard.rank == facts.lost_rank)
-        healed = sum(self._arrived.values()) - fetched
-        cost = Cost(lost_bytes, killed, lost_at, restarted_at, fetched, healed)
+        cost = Cost(lost_bytes, killed, lost_at, restarted_at, sum(self._arrived.values()))
         problems = find_problems(plan.steps, plan.every, whole, broken.run, resumed, facts)
         return Outcome(plan, whole, broken.run, resumed, facts, cost, tuple(problems))
 
