@@ -15,6 +15,7 @@ from flashckpt.agent.sources import Sources
 from flashckpt.errors import ClosedError, FlashError, NoSpaceError, PeerError
 from flashckpt.format.refuse import corrupt
 from flashckpt.rpc.api import ShardProblem
+from flashckpt.transport.gathering import TakesHead
 
 if TYPE_CHECKING:
     import threading
@@ -41,17 +42,8 @@ class CannotBeHadError(Exception):
         self.problem = ShardProblem(shard, reasons)
 
 
-class Kept(Protocol):
+class Kept(TakesHead, Protocol):
     """A shard that is being fetched, or parts of it. Any thread; what does not have its checksum is refused."""
-
-    @property
-    def shard(self) -> ShardId: ...
-
-    @property
-    def digest(self) -> bytes: ...
-
-    @property
-    def size_bytes(self) -> int: ...
 
     @property
     def head_bytes(self) -> int: ...
