@@ -2,11 +2,11 @@
 
     python -m bench.bench_recover [--size 1G] [--rounds 3] [--json FILE]
 
-Two nodes on this machine (own agents, own memory directories, loopback), one rank each with a state of that size. Each
-round saves and replicates it three times, destroys the second node with its memory, starts the job again with a blank
-node in its place, and loads. In between, the same number of bytes goes through one TCP connection, once into memory
-that is warm, and once into memory that the receiver has to get first. Then the own-node load takes turns with
-`dcp.load` from tmpfs. Medians; every load is compared with what was saved.
+Two nodes on this machine (own agents, own memory directories, loopback), one rank each; that of the second has a state
+of that size. Each round saves and replicates it three times, destroys the second node with its memory, starts the job
+again with a blank node in its place, and loads. In between, the same number of bytes goes through one TCP connection,
+once into memory that is warm, and once into memory that the receiver has to get first. Then the own-node load takes
+turns with `dcp.load` from tmpfs. Medians; every load is compared with what was saved.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     spec = StateSpec.of_size(given.size, _TENSORS)
-    # Two states, two shards and two replicas of each; the state and what is received of each socket.
+    # A state, three shards and three replicas of it; the state and what is received of each socket.
     check_room(12 * spec.size_bytes)
     with scratch_directory() as directory:
         lost = _lose_a_node(spec, given.rounds, directory)
@@ -148,7 +148,9 @@ def rank_main(doing: str, tensors: int, tensor_bytes: int, answers: Path) -> Non
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    state = make_state(StateSpec(tensors, tensor_bytes))
+    # The healthy node has next to nothing of its own: reading it would take cores and memory from the transfer's two
+    # ends, which share them here and nowhere else.
+    state = make_state(StateSpec(tensors, tensor_bytes) if rank == _LOST else StateSpec(1, 4096))
     change(state, 1)
     expected = digest(state)
     saved = {f"rank{rank}": state}

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_LENGTH = struct.Struct("<Q")
+_AT_ONCE_BYTES = 120  # a purpose and a short answer; times 80,000 ranks it is still little
+_HEAD_BYTES = _LENGTH.size + _AT_ONCE_BYTES
+
 
 class PrivateGroup:
     """All ranks of one Checkpointer. With one process it is only itself and no torch.distributed is needed."""
@@ -70,14 +74,14 @@ class PrivateGroup:
             return [payload]
         purpose = doing.encode()
         message = struct.pack("<I", len(purpose)) + purpose + payload
-        size = torch.tensor([len(message)], dtype=torch.int64)
-        sizes = [torch.empty(1, dtype=torch.int64) for _ in range(self.world)]
-        self._checked(doing, lambda: dist.all_gather(sizes, size, group=self._group))
-        padded = torch.zeros(max(int(one) for one in sizes), dtype=torch.uint8)
-        padded[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        gathered = [torch.empty_like(padded) for _ in range(self.world)]
-        self._checked(doing, lambda: dist.all_gather(gathered, padded, group=self._group))
-        messages = [one[: int(n)].numpy().tobytes() for one, n in zip(gathered, sizes, strict=True)]
+        # Most messages are short and go with their length; only where one is not, a second round brings the rest.
+        heads = self._exchange(_LENGTH.pack(len(message)) + message[:_AT_ONCE_BYTES], _HEAD_BYTES, doing)
+        lengths = [_LENGTH.unpack_from(head)[0] for head in heads]
+        messages = [head[_LENGTH.size :] for head in heads]
+        if (longest := max(lengths)) > _AT_ONCE_BYTES:
+            rests = self._exchange(message[_AT_ONCE_BYTES:], longest - _AT_ONCE_BYTES, doing)
+            messages = [begin + rest for begin, rest in zip(messages, rests, strict=True)]
+        messages = [one[:length] for one, length in zip(messages, lengths, strict=True)]
         purposes = [one[4 : 4 + int.from_bytes(one[:4], "little")].decode() for one in messages]
         if set(purposes) != {doing}:
             elsewhere = {rank: other for rank, other in enumerate(purposes) if other != doing}
@@ -86,6 +90,13 @@ class PrivateGroup:
                 hint="all ranks have to make the same calls in the same order; did an exception make one miss a call?",
             )
         return [one[4 + len(purpose) :] for one in messages]
+
+    def _exchange(self, data: bytes, size_bytes: int, doing: str) -> list[bytes]:
+        """Every rank's data, filled up with zeros. Collective: with the same size everywhere."""
+        mine = torch.frombuffer(bytearray(data.ljust(size_bytes, b"\0")), dtype=torch.uint8)
+        gathered = [torch.empty_like(mine) for _ in range(self.world)]
+        self._checked(doing, lambda: dist.all_gather(gathered, mine, group=self._group))
+        return [one.numpy().tobytes() for one in gathered]
 
     def together(self, doing: str, call: Callable[[], T]) -> T:
         """Runs `call` on every rank; if it raises on one, all ranks raise. Collective."""

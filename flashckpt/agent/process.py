@@ -35,7 +35,7 @@ _MAX_LINE_BYTES = 16 << 10
 _LINE = "%(asctime)s.%(msecs)03d %(levelname)s %(message)s"
 
 OK, FAILED, USAGE, HELD = 0, 1, 2, 4
-_WATCH_SECONDS = 0.5
+_WATCH_SECONDS = 1.0
 _OOM_SCORE_ADJUST = "-500"
 _PR_SET_DUMPABLE = 4
 _MALLOC_OPTIONS = ((-1, 256 << 20), (-3, 32 << 20), (-8, 2))  # trim threshold, mmap threshold, arenas

@@ -66,7 +66,7 @@ __all__ = ["OpenShard", "Shell"]
 _log = logging.getLogger(__name__)
 
 # For what is due by time alone; events are handled when they come. Seldom, so that an idle agent is one.
-_TICK_SECONDS, _LEAST_TICK_SECONDS = 0.5, 0.2
+_TICK_SECONDS, _LEAST_TICK_SECONDS = 1.0, 0.2
 _DRAIN_SECONDS = 0.05
 _LEASES_SECONDS = 0.5
 _SCAN_SECONDS = 2.0
@@ -124,7 +124,7 @@ class Shell:
     def serve_until(self, stop: threading.Event) -> None:
         self._stop = stop
         scan_at = leases_at = 0.0
-        tick_seconds = max(_LEAST_TICK_SECONDS, min(_TICK_SECONDS, self.options.beat_interval / 4))
+        tick_seconds = max(_LEAST_TICK_SECONDS, min(_TICK_SECONDS, self.options.beat_interval / 3))
         while not stop.wait(tick_seconds):
             now = time.monotonic()
             self.feed(Tick())

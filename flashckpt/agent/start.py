@@ -76,7 +76,7 @@ def options_of(settings: Settings) -> Options:
         encrypt_data=int(settings.encrypts_data),
         # Several signs of life may be lost or late before a node counts as down. Most of what an idle agent does is to
         # give and to take them.
-        beat_interval=min(2.0, config.peer_timeout / 4),
+        beat_interval=min(2.5, config.peer_timeout / 4),
         peer_timeout=config.peer_timeout,
     )
 

@@ -28,7 +28,7 @@ from flashckpt.agent.messages import (
 from flashckpt.errors import BusyError, ClosedError, DeadlineError, DeniedError, FencedError, IncompatibleError
 from flashckpt.failpoints import failpoint
 from flashckpt.rpc.api import VERSION, Lease, Progress
-from flashckpt.store.owner import Owner, is_dead
+from flashckpt.store.owner import Owner, Vigil
 from flashckpt.types import Fence, Launch
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ class _Trainer:
     lease_id: int
     ticket: bytes
     owner: Owner
+    vigil: Vigil
     rank: int
     news: queue.Queue[Progress | None] | None = None
     request_id: int = 0  # of its newest request for a slot; older ones were given up by the caller
@@ -99,12 +100,12 @@ class Trainers:
                 "run agent and trainers in one (shareProcessNamespace, --pid)",
                 rank,
             )
-        lease = _Trainer(next(self._numbers), secrets.token_bytes(_TICKET_BYTES), owner, rank)
         with self._lock:
             if self._closed:
                 raise ClosedError(f"agent {os.getpid()} is stopping", hint="try again in a moment")
             if len(self._leases) >= _MAX_LEASES:
                 raise BusyError(f"agent {os.getpid()}: expected at most {_MAX_LEASES} trainers")
+            lease = _Trainer(next(self._numbers), secrets.token_bytes(_TICKET_BYTES), owner, Vigil(owner), rank)
             self._leases[lease.lease_id] = lease
             self.idle_since = None
         _log.info("rank %d, process %d: lease %d", rank, owner.pid, lease.lease_id)
@@ -126,7 +127,7 @@ class Trainers:
         """Ends the leases of processes that are gone, and takes back what they were writing into."""
         with self._lock:
             leases = list(self._leases.values())
-        dead = [lease for lease in leases if is_dead(lease.owner)]
+        dead = [lease for lease in leases if lease.vigil.is_dead()]
         if dead:
             # IMPORTANT: before the core takes what they were writing for given up. They may have sealed it, and died
             # before they could say so.
@@ -143,6 +144,7 @@ class Trainers:
             if not self._leases:
                 self.idle_since = time.monotonic()
             _offer(lease.news, None)
+        lease.vigil.close()
         _log.info("rank %d, process %d %s: lease %d ends", lease.rank, lease.owner.pid, how, lease.lease_id)
         self._shell.feed(LeaseEnded(lease.lease_id))
         if self.idle_since is not None:

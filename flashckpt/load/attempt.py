@@ -23,6 +23,7 @@ from flashckpt.load.plan import Reader
 from flashckpt.load.progress import Progress
 from flashckpt.load.read import OpenShard, count_writes, pieces_for, read
 from flashckpt.load.sources import Fetcher, deal_out, decode_needs, encode_needs, needs_of, plan_retrievals
+from flashckpt.load.straight import retrieve_straight
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -167,9 +168,6 @@ class Attempt:
         ground = self._ground
         if self._holders is None or self._pieces is None:
             raise InternalError(f"{self.generation}: rank {ground.rank} was to fetch what it can't")
-        # Here: a load that finds everything on its node opens no connections.
-        from flashckpt.load.straight import retrieve_straight
-
         self.touched = True
         self._landed = frozenset(one.shard.rank for one in retrievals)
         with Progress(f"fetching {self.generation}") as progress:

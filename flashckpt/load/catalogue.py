@@ -199,8 +199,10 @@ class Catalogue:
 
     def distinct_values(self) -> list[tuple[int, Values]]:
         """Each different set of values once, with the lowest rank that saved it, in the order of these ranks."""
-        _, first = np.unique(self.shards["values"], return_index=True)
-        return [(rank, self.values(rank)) for rank in sorted(first.tolist())]
+        first: dict[int, int] = {}
+        for rank, index in enumerate(self.shards["values"].tolist()):
+            first.setdefault(index, rank)
+        return [(rank, self.values(rank)) for rank in first.values()]
 
     def chunks(self, rank: int) -> int:
         row = self.shards[rank]

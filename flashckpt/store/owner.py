@@ -63,6 +63,37 @@ def is_dead(owner: Owner) -> bool:
         os.close(pidfd)
 
 
+class Vigil:
+    """Asks again and again whether one process is dead. It keeps a descriptor of it: that makes it one system call."""
+
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
+        self._pidfd = _pidfd_of(owner)
+
+    def is_dead(self) -> bool:
+        return is_dead(self._owner) if self._pidfd is None else _has_exited(self._pidfd)
+
+    def close(self) -> None:
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None
+
+
+def _pidfd_of(owner: Owner) -> int | None:
+    """None where it can't be had, or there is any doubt whose it is."""
+    if owner.boot_id8 != read_boot_id8() or owner.pid_namespace != _namespace():
+        return None
+    try:
+        pidfd = os.pidfd_open(owner.pid)
+    except OSError:
+        return None
+    # From here on the number can't become another process's: what is read now is true of the descriptor.
+    if _start_ticks(_pid_in_proc(pidfd)) == owner.start_ticks and not _has_exited(pidfd):
+        return pidfd
+    os.close(pidfd)
+    return None
+
+
 def read_boot_id8() -> str:
     return read_boot_id()[:8]
 

@@ -14,7 +14,7 @@ import pytest
 
 from flashckpt.errors import ConfigError
 from flashckpt.store import owner as owner_module
-from flashckpt.store.owner import Owner, is_dead, read_boot_id8
+from flashckpt.store.owner import Owner, Vigil, is_dead, read_boot_id8
 
 ROOT = Path(__file__).parents[2]
 REPORT = "from flashckpt.store.owner import Owner\nprint(repr(Owner.current()), flush=True)\n"
@@ -44,14 +44,40 @@ def run_script(command, script):
     return result.stdout
 
 
+def begun_before(owner):
+    """A vigil from now on, asked later."""
+    vigil = Vigil(owner)
+    return lambda _: vigil.is_dead()
+
+
+def begun_now(owner):
+    def ask(other):
+        vigil = Vigil(other)
+        try:
+            return vigil.is_dead()
+        finally:
+            vigil.close()
+
+    return ask
+
+
+@pytest.fixture(params=["asked once", "vigil begun before", "vigil begun now"])
+def how(request):
+    """Ways to ask whether an owner is dead."""
+    return {"asked once": lambda _: is_dead, "vigil begun before": begun_before, "vigil begun now": begun_now}[
+        request.param
+    ]
+
+
 def test_this_process_is_alive():
     me = Owner.current()
     assert me.pid == os.getpid()
     assert not is_dead(me)
 
 
-def test_alive_stopped_zombie_gone(writer):
+def test_alive_stopped_zombie_gone(writer, how):
     process, owner = writer
+    is_dead = how(owner)
     assert owner.pid == process.pid
     assert not is_dead(owner)
     process.send_signal(signal.SIGSTOP)
@@ -64,20 +90,45 @@ def test_alive_stopped_zombie_gone(writer):
     assert is_dead(owner)
 
 
-def test_reused_pid_has_another_start_time(writer):
+def test_reused_pid_has_another_start_time(writer, how):
     _, owner = writer
-    assert is_dead(dataclasses.replace(owner, start_ticks=owner.start_ticks - 1))
+    earlier = dataclasses.replace(owner, start_ticks=owner.start_ticks - 1)
+    assert how(earlier)(earlier)
 
 
 def test_other_boot_is_dead_even_if_all_else_fits(writer):
     _, owner = writer
     assert is_dead(dataclasses.replace(owner, boot_id8="00000000"))
+    assert Vigil(dataclasses.replace(owner, boot_id8="00000000")).is_dead()
 
 
 def test_other_namespace_is_never_dead():
     gone = Owner(pid=(1 << 22) + 5, start_ticks=1, boot_id8=read_boot_id8(), pid_namespace=1)
     assert not is_dead(gone)
+    assert not Vigil(gone).is_dead()
     assert is_dead(dataclasses.replace(gone, pid_namespace=Owner.current().pid_namespace))
+
+
+def test_vigil_outlives_its_process(writer):
+    process, owner = writer
+    vigil = Vigil(owner)
+    process.kill()
+    process.wait()
+    assert vigil.is_dead()
+    vigil.close()
+    vigil.close()
+    assert vigil.is_dead(), "closed, it asks as if for the first time"
+
+
+def test_vigil_gives_its_descriptor_back(writer):
+    _, owner = writer
+    before = len(os.listdir("/proc/self/fd"))
+    vigil = Vigil(owner)
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    vigil.close()
+    stale = Vigil(dataclasses.replace(owner, start_ticks=1))
+    assert len(os.listdir("/proc/self/fd")) == before
+    stale.close()
 
 
 def test_pid_that_names_a_thread_now():
@@ -107,6 +158,7 @@ def test_without_pidfds_the_start_time_decides(writer, monkeypatch):
         raise PermissionError(1, "as a seccomp filter would")
 
     monkeypatch.setattr(os, "pidfd_open", refuse)
+    assert not Vigil(owner).is_dead()
     assert not is_dead(owner)
     assert is_dead(dataclasses.replace(owner, start_ticks=owner.start_ticks + 1))
     process.kill()
