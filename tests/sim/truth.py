@@ -52,6 +52,7 @@ class Truth:
         self.probes = probes
         self.instances: dict[Generation, Instance] = {}
         self.promised: Instance | None = None
+        self.promiser: SimLaunch | None = None  # that loaded it; None where it was committed since
         self.newest: SimLaunch | None = None  # of those that have chosen what to load
         self.launches = 0
         self.commits = 0
@@ -95,7 +96,7 @@ class Truth:
             tags = {f.held.tag for s, f in owner.files.items() if s.rank in own and f.instance is instance}
             if len(tags) > 1:
                 raise Violation("WHOLE", f"{instance} is committed, ranks of {owner} relied on each other in vain")
-        self.promised = instance
+        self.promised, self.promiser = instance, None
         if any(self.faults_of(instance, rank) for rank in range(launch.world)):
             self.probes.add("commit while a fault is not known yet")
 
@@ -123,6 +124,9 @@ class Truth:
         promised = self.promised
         if promised is not None:
             kept = all(any(self.is_good(m, promised, rank) for m in visible) for rank in range(promised.launch.world))
+            # Files of a history that was given up once, and taken up again by a launch whose nodes are all gone with
+            # their memory, which are more than k: nobody is left who knows.
+            kept = kept and (self.promiser is None or any(_knows(m, self.promiser) for m in visible))
             follows = chosen is not None and chosen.descends_from(promised)
             if kept and not asked and not follows:
                 raise Violation("DURABLE", f"launch {launch.number} picks {chosen}, promised is {promised}")
@@ -136,7 +140,7 @@ class Truth:
         """The fence stands everywhere: what was loaded is what must not be lost now."""
         base = launch.base
         if self.promised is None and base is not None and base.committed and self.newest is launch:
-            self.promised = base
+            self.promised, self.promiser = base, launch
 
     # --- questions ------------------------------------------------------------------------------------------
 
@@ -148,3 +152,7 @@ class Truth:
 
     def faults_of(self, instance: Instance, rank: int) -> int:
         return sum(r == rank for r, _ in instance.faulted)
+
+
+def _knows(machine: Machine, launch: SimLaunch) -> bool:
+    return machine.fence is not None and (machine.fence.epoch, machine.fence.nonce) >= launch.order
