@@ -101,8 +101,8 @@ def read_status(directory: Directory, room: Room, *, huge_page_bytes: int, granu
 def find_problems(directory: Directory, *, held_by_us: set[str]) -> list[str]:
     """`held_by_us` are the names in writing/ that the asking store is filling."""
     problems = []
-    slots = defaultdict(list)
-    shards = defaultdict(list)
+    slots: dict[int, list[tuple[State, str]]] = defaultdict(list)
+    shards: dict[str, list[tuple[State, str]]] = defaultdict(list)
     current = Owner.current()
     for state in State:
         for name, found in _files(directory, state):
@@ -115,15 +115,15 @@ def find_problems(directory: Directory, *, held_by_us: set[str]) -> list[str]:
             if parsed is None:
                 problems.append(f"{where}: not a name of flashckpt")
                 continue
-            slots[parsed.slot_id].append(where)
+            slots[parsed.slot_id].append((state, name))
             if state is State.SEALED:
-                shards[name.partition(".t")[0]].append(where)
+                shards[name.partition(".t")[0]].append((state, name))
             if state is State.WRITING and parsed.writer == current and name not in held_by_us:
                 problems.append(f"{where}: leaked, no slot of this store")
             elif state is State.WRITING and parsed.writer != current and is_dead(parsed.writer):
                 problems.append(f"{where}: its writer is dead")
-    problems += [f"slot {slot_id:016x} is in {' and '.join(at)}" for slot_id, at in slots.items() if len(at) > 1]
-    problems += [f"two files of one shard: {' and '.join(at)}" for at in shards.values() if len(at) > 1]
+    problems += [f"slot {slot:016x} is in {at}" for slot, seen in slots.items() if (at := _twice(directory, seen))]
+    problems += [f"two files of one shard: {at}" for seen in shards.values() if (at := _twice(directory, seen))]
     problems += _small_file_problems(directory)
     for name in held_by_us - set(directory.names(State.WRITING)):
         problems.append(f"{State.WRITING}/{name}: being written, but its file has gone")
@@ -197,6 +197,13 @@ def _fetched(directory: Directory) -> Count:
 
 def parse_name(state: State, name: str) -> SlotName | SealedName | None:
     return parse_slot_name(name) if state in (State.POOL, State.WRITING) else parse_sealed_name(name)
+
+
+def _twice(directory: Directory, seen: list[tuple[State, str]]) -> str:
+    """The places, if there are several. Looked at again: another process may have renamed it from one to the next."""
+    if len(seen) > 1:
+        seen = [(state, name) for state, name in seen if directory.stat(state, name) is not None]
+    return " and ".join(f"{state}/{name}" for state, name in seen) if len(seen) > 1 else ""
 
 
 def _files(directory: Directory, state: State) -> Iterator[tuple[str, os.stat_result]]:

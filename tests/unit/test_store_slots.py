@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import shutil
@@ -13,7 +14,9 @@ from pathlib import Path
 import pytest
 
 from flashckpt.errors import ClosedError, ConfigError, ConflictError, NoSpaceError, NotFoundError
-from flashckpt.store.directory import State
+from flashckpt.store.directory import Directory, State
+from flashckpt.store.names import sealed_name, slot_name
+from flashckpt.store.owner import Owner
 from flashckpt.store.slots import SlotStore
 from flashckpt.types import Fence, Generation, ShardId
 
@@ -382,6 +385,25 @@ def test_foreign_names_are_ignored_and_said_once(store, caplog):
     assert len([problem for problem in store.check() if "not a name of flashckpt" in problem]) == 4
     for state in State:
         (store.path / state / "notes.txt").unlink()
+
+
+def test_check_is_not_misled_by_a_slot_that_another_process_seals_meanwhile(store, monkeypatch):
+    sealed = store.seal(store.claim(K), shard(1), tag=1)
+    other = dataclasses.replace(Owner.current(), pid_namespace=1)  # nobody can say that it is dead
+    target = store.path / "sealed" / sealed_name(shard(1), 1, sealed.slot_id, other)
+    path = store.path / "writing" / slot_name(sealed.slot_id, other)
+    (store.path / "sealed" / sealed.name).rename(path)
+    names = Directory.names
+
+    def names_after_a_rename(self, place):
+        if place is State.SEALED and path.exists():
+            path.rename(target)
+        return names(self, place)
+
+    monkeypatch.setattr(Directory, "names", names_after_a_rename)
+    assert store.check() == []
+    assert target.exists()
+    target.unlink()
 
 
 def test_check_sees_what_is_wrong(memory_dir):
