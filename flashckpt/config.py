@@ -107,8 +107,9 @@ class CheckpointConfig:
     """How shards go from node to node: "tcp" by plain connections beside the calls (lanes), "grpc" by the calls
     themselves, "auto" by lanes where they can be opened, else by the calls."""
 
-    lanes: int = 2
-    """Connections of one transfer, where lanes are used. More of them fill a link that one connection can't."""
+    lanes: int | None = None
+    """Connections of one transfer, where lanes are used. More of them fill a link that one connection can't. None: 2,
+    and 1 on fewer than four cores, where a second one only takes from the first."""
 
     fetch: Literal["tensors", "memory"] = "tensors"
     """Where a load puts what it gets from other nodes. "tensors": each rank straight into its tensors, where they lie
@@ -244,8 +245,8 @@ class CheckpointConfig:
             raise ConfigError(f"agent_linger: expected seconds of at least 0, found {self.agent_linger!r}")
         if self.replicate_max_mbps is not None and not self.replicate_max_mbps > 0:
             raise ConfigError(f"replicate_max_mbps: expected more than 0 or None, found {self.replicate_max_mbps!r}")
-        if not isinstance(self.lanes, int) or not 1 <= self.lanes <= 8:
-            raise ConfigError(f"lanes: expected 1 to 8, found {self.lanes!r}")
+        if self.lanes is not None and (not isinstance(self.lanes, int) or not 1 <= self.lanes <= 8):
+            raise ConfigError(f"lanes: expected 1 to 8 or None, found {self.lanes!r}")
         if self.port is not None and not 0 <= self.port < 1 << 16:
             raise ConfigError(f"port: expected 0 to 65535, found {self.port!r}")
         for name, allowed in (

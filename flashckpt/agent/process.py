@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashckpt.agent.lock import AgentLock
 from flashckpt.errors import ConfigError, ConflictError, FlashError
-from flashckpt.lanes.policy import LanePolicy
+from flashckpt.lanes.policy import LanePolicy, usual_count
 from flashckpt.rpc.settings import prepare
 from flashckpt.store.directory import Directory, open_directory
 
@@ -64,8 +64,8 @@ class Options:
     transport: str = "auto"
     """How shards go to other nodes and come from them: by lanes ("tcp"), by calls ("grpc"), by whichever works."""
 
-    lanes: int = 2
-    """Connections of one transfer."""
+    lanes: int | None = None
+    """Connections of one transfer; None: by the number of cores."""
 
     encrypt_data: int = 0
     """1: lanes use TLS."""
@@ -109,7 +109,8 @@ class Options:
 
     @property
     def lane_policy(self) -> LanePolicy:
-        return LanePolicy(self.transport, bool(self.encrypt_data), self.lanes)
+        usual = usual_count(len(os.sched_getaffinity(0)))
+        return LanePolicy(self.transport, bool(self.encrypt_data), usual if self.lanes is None else self.lanes)
 
     def arguments(self) -> list[str]:
         """The command line that parses to these options. Nothing in it is secret: everybody may read it."""

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
     from flashckpt.store.slots import Sealed, SlotStore
+    from flashckpt.store.windows import Window
     from flashckpt.types import Held, ShardId
 
 _log = logging.getLogger(__name__)
@@ -28,9 +29,9 @@ _MAX_DAMAGED = 64  # that are remembered
 class OpenShard(Outgoing):
     """A shard of this node that is being read. Owns its descriptor."""
 
-    def __init__(self, fd: int, shard: ShardId, job: str, mapped: memoryview | None = None) -> None:
+    def __init__(self, fd: int, shard: ShardId, job: str, window: Window | None) -> None:
         try:
-            super().__init__(fd, shard, job, mapped)
+            super().__init__(fd, shard, job, window)
         except BaseException:
             os.close(fd)
             raise
@@ -39,7 +40,6 @@ class OpenShard(Outgoing):
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            self.unmap()
             os.close(self._fd)
 
 
@@ -108,8 +108,12 @@ class ShardFiles:
         if sealed is None:
             raise NotFoundError(f"{shard}: not held here")
         fd = self._store.open_shard(sealed)
-        # A replica that came into memory which was used before: still mapped and faulted.
-        return OpenShard(fd, shard, self._job, self._store.mapped_shard(sealed, fd))
+        try:
+            window = self._store.window(sealed, fd)
+        except BaseException:
+            os.close(fd)
+            raise
+        return OpenShard(fd, shard, self._job, window)
 
     def verified(self) -> set[ShardId]:
         """Of which every chunk was checked here since it came."""

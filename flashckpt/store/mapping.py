@@ -9,18 +9,21 @@ import contextlib
 import mmap
 import os
 
+_MADV_POPULATE_READ = 22  # Linux 5.14; Python has no name for it
+
 
 class Mapping:
     """Owns a descriptor and the shared mapping of the whole file behind it."""
 
     __slots__ = ("_descriptors", "_map", "inode", "size_bytes")
 
-    def __init__(self, fd: int, size_bytes: int, *, huge_pages: bool) -> None:
+    def __init__(self, fd: int, size_bytes: int, *, huge_pages: bool, writable: bool = True) -> None:
         """The file has to have its memory already: touching a page that can't be had is a SIGBUS."""
         self._descriptors = [fd]
         self.size_bytes = size_bytes
         self.inode = os.fstat(fd).st_ino
-        self._map = mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        self._map = mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, access)
         # Weights do not belong into core dumps. Advice that a kernel does not know changes nothing.
         with contextlib.suppress(OSError):
             self._map.madvise(mmap.MADV_DONTDUMP)
@@ -29,7 +32,13 @@ class Mapping:
                 self._map.madvise(mmap.MADV_HUGEPAGE)
 
     def view(self) -> memoryview:
+        """ValueError where it was closed."""
         return memoryview(self._map)
+
+    def populate(self, offset: int, length: int) -> None:
+        """Maps these pages for reading at once, where the kernel can: whole pages, and none beyond the end."""
+        with contextlib.suppress(OSError, ValueError):
+            self._map.madvise(_MADV_POPULATE_READ, offset, min(length, self.size_bytes - offset))
 
     def fits(self, found: os.stat_result, size_bytes: int) -> bool:
         """Whether this is the mapping of that file at that size."""

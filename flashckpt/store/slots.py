@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
+    from flashckpt.store.windows import Window
     from flashckpt.types import ShardId
 
 __all__ = ["Reclaimed", "Sealed", "Slot", "SlotFile", "SlotStore", "StoreStatus"]
@@ -443,6 +444,12 @@ class SlotStore(JobFiles):
         """
         self._check_usable()
         return self._supply.own_view(sealed.slot_id, os.fstat(fd)) if sealed.writer == self._owner else None
+
+    def window(self, sealed: Sealed, fd: int) -> Window | None:
+        """Agents only: of the shard open at `fd`, to send it. It stays mapped for the next generation in its slot. None
+        where it can't be mapped."""
+        self._check_usable()
+        return self._supply.window(sealed.slot_id, fd, is_ours=sealed.writer == self._owner)
 
     # -- parts of shards that an agent fetched -------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from flashckpt.store.mapping import Mapping
 from flashckpt.store.names import parse_slot_name, slot_name
 from flashckpt.store.owner import Owner, is_dead
 from flashckpt.store.room import Room, allocate, format_bytes, raise_if_full
+from flashckpt.store.windows import Window, Windows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -82,6 +83,7 @@ class Supply:
         self._threads = threads
         self._on_foreign_name = on_foreign_name
         self._mappings: dict[int, Mapping] = {}
+        self._windows = Windows()
 
     def take(self, size_bytes: int, *, unmapped: bool = False) -> Taken:
         """The best free slot, of whatever size, or a new file. `unmapped`: one that this process has not mapped."""
@@ -206,6 +208,12 @@ class Supply:
         mapping = self._fitting(slot_id, found, found.st_size)
         return None if mapping is None else mapping.view().toreadonly()
 
+    def window(self, slot_id: int, fd: int, *, is_ours: bool) -> Window | None:
+        """Of the file open at `fd`, to send it; None where it can't be mapped."""
+        found = os.fstat(fd)
+        mapping = self._fitting(slot_id, found, found.st_size) if is_ours else None
+        return self._windows.of(slot_id, fd, found) if mapping is None else Window(mapping, is_faulted=True)
+
     def put_back(self, taken: Taken) -> None:
         """Undoes take(): a new file goes, another slot returns to the pool."""
         name = self._name(taken.slot_id)
@@ -231,13 +239,16 @@ class Supply:
         """Unlinks free slots: our own, or those that exited processes left. Returns how many."""
         candidates, _ = self._claimable()
         chosen = [candidate for candidate in candidates if (candidate.writer == self._owner) == own]
-        return sum(self._directory.remove(State.POOL, candidate.name) for candidate in chosen)
+        removed = sum(self._directory.remove(State.POOL, candidate.name) for candidate in chosen)
+        self._windows.forget_unlinked()
+        return removed
 
     def forget_unlinked(self) -> None:
         """Others may have quarantined and dropped our shards; a mapping would keep their memory."""
         for slot_id, mapping in list(self._mappings.items()):
             if mapping.is_unlinked() and mapping.close() and self._mappings.get(slot_id) is mapping:
                 self._mappings.pop(slot_id, None)
+        self._windows.forget_unlinked()
 
     def drop_mapping(self, slot_id: int) -> None:
         mapping = self._mappings.pop(slot_id, None)
@@ -247,6 +258,7 @@ class Supply:
     def drop_all_mappings(self) -> None:
         for slot_id in list(self._mappings):
             self.drop_mapping(slot_id)
+        self._windows.close()
 
     def vanished(self, slot_id: int) -> UnsafeDirectoryError:
         return UnsafeDirectoryError(
@@ -286,7 +298,9 @@ class Supply:
         """
         free, _ = self.free_slots(writer.__eq__)
         free.sort(key=lambda one: -one.size_bytes)
-        return any(self._directory.remove(State.POOL, one.name) for one in free)
+        removed = any(self._directory.remove(State.POOL, one.name) for one in free)
+        self._windows.forget_unlinked()
+        return removed
 
     def has_holes(self, found: os.stat_result) -> bool:
         # A hole would be a SIGBUS once the filesystem is full. ramfs does not count blocks, nor fill up.
@@ -394,6 +408,7 @@ class Supply:
         for candidate in sorted(candidates, key=preference):
             if candidate.size_bytes and self._take_from_pool(candidate, keep_mapping=False) is _Outcome.TAKEN:
                 self._directory.remove(State.WRITING, self._name(candidate.slot_id))
+                self._windows.forget_unlinked()
                 return True
         return False
 

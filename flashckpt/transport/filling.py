@@ -104,7 +104,6 @@ class Filling:
                 return False
             start, length = self.bytes_of(wanted)
             with view[start : start + length] as room:
-                native.prefault(room, 1)  # at once: written page by page they would fault one by one
                 place = array("q", (0, _address_of(room), length))
                 bad = native.receive_chunks(fd, 0, length, self.chunk_bytes, self._crcs_of(wanted), place, scratch)
             if bad:

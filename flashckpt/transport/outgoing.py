@@ -1,18 +1,15 @@
 """The sender's half of a push: a sealed shard, read piece by piece, each verified, or sent as it lies.
 
 What this process looks at is read through the descriptor. A file that is cut short or recycled meanwhile gives an
-error, never a signal, and never a chunk that does not fit the header it was announced with. What is sent unread is
-mapped, and only the kernel reads it.
+error, never a signal, and never a chunk that does not fit the header it was announced with. What is sent unread goes
+through a window, where only the kernel reads it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import mmap
 import os
 import struct
-import threading
 from typing import TYPE_CHECKING
 
 from flashckpt import native
@@ -25,21 +22,21 @@ from flashckpt.types import Held
 
 if TYPE_CHECKING:
     from flashckpt.store.handles import Sealed
+    from flashckpt.store.windows import Window
     from flashckpt.types import ChunkRange, ShardId
 
 DIGEST_BYTES = 16
 PIECE_BYTES = 1 << 20
 _CRC = struct.Struct("<I")
-_MADV_POPULATE_READ = 22  # Linux 5.14; Python has no name for it
 
 
 class Outgoing:
     """One shard to send. The descriptor stays the caller's, and has to stay open."""
 
-    def __init__(self, fd: int, shard: ShardId, job: str, mapped: memoryview | None = None) -> None:
+    def __init__(self, fd: int, shard: ShardId, job: str, window: Window | None = None) -> None:
         """CorruptShardError or IncompatibleError where the file is not that shard, whole up to its data area.
 
-        `mapped`: the file, where this process has it mapped and faulted; given back by unmap().
+        Without a `window` of the file every chunk is read.
         """
         envelope = read_envelope(fd, expect=shard, job=job)
         # The layout is as large as all the rest, and only its reader needs it.
@@ -51,9 +48,7 @@ class Outgoing:
         self._data_length_bytes = envelope.data_length_bytes
         self._chunk_crcs = envelope.chunk_crcs
         self._fd = fd
-        self._lock = threading.Lock()  # protects the two below
-        self._view = mapped
-        self._map: mmap.mmap | None = None
+        self._window = window
         del envelope
         self.digest = digest_of(fd)
 
@@ -80,43 +75,12 @@ class Outgoing:
         return data
 
     def view_of(self, chunks: ChunkRange) -> memoryview | None:
-        """These chunks, mapped, for whoever sends them unread; the caller's to release. None: they can't be mapped."""
+        """These chunks, mapped, for whoever sends them unread; the caller's to release. None: they have to be read."""
         if chunks.first < 0 or chunks.first + chunks.count > self.chunks:
             raise ConfigError(f"{self.shard}: expected chunks from 0 to {self.chunks - 1}, found {chunks}")
         start = chunks.first * self.chunk_bytes
         length = min(chunks.count * self.chunk_bytes, self._data_length_bytes - start)
-        view = self._mapped()
-        if view is None:
-            return None
-        start += self.head_bytes
-        if self._map is not None:
-            # At once: faulted one by one by the kernel's copy, pages cost a third of the time. Advice that a kernel
-            # does not know changes nothing.
-            with contextlib.suppress(OSError):
-                self._map.madvise(_MADV_POPULATE_READ, start - start % mmap.PAGESIZE, length)
-        return view[start : start + length]
-
-    def _mapped(self) -> memoryview | None:
-        with self._lock:
-            if self._view is None:
-                try:
-                    self._map = mmap.mmap(self._fd, self.size_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
-                except (OSError, ValueError):  # cut short, or a file system that maps whole huge pages only
-                    return None
-                self._view = memoryview(self._map)
-            return self._view
-
-    def unmap(self) -> None:
-        """When nobody sends any more. May be called again."""
-        with self._lock:
-            view, self._view = self._view, None
-            mapped, self._map = self._map, None
-        # A view that is still in use keeps the mapping until it goes.
-        with contextlib.suppress(BufferError):
-            if view is not None:
-                view.release()
-            if mapped is not None:
-                mapped.close()
+        return None if self._window is None else self._window.view_of(self.head_bytes + start, length)
 
 
 def digest_of(fd: int) -> bytes:

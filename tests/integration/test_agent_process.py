@@ -22,6 +22,7 @@ from flashckpt.agent.lock import LOCK_NAME, AgentLock
 from flashckpt.agent.process import LOG_NAME, Options, parse
 from flashckpt.agent.start import Found, ensure_agent, environment_of_agent, look, options_of, stop_agent
 from flashckpt.config import resolve
+from flashckpt.lanes.policy import usual_count
 from flashckpt.rpc.agent_client import AgentClient
 from flashckpt.rpc.settings import VERSION
 from flashckpt.store.directory import open_directory
@@ -52,6 +53,7 @@ def test_options_survive_the_command_line():
         budget_bytes=1 << 40,
         replicate_max_mbps=0.5,
         nice=0,
+        lanes=3,
         peer_timeout=3,
         scrub_interval=7,
         drain_timeout=0,
@@ -74,12 +76,20 @@ def test_options_survive_the_command_line():
         ("budget_bytes", 0),
         ("replicate_max_mbps", 0),
         ("nice", 20),
+        ("lanes", 0),
+        ("lanes", 9),
         ("node_id", ""),
     ],
 )
 def test_options_that_make_no_sense_are_refused(field, value):
     with pytest.raises(ConfigError, match=field):
         options("/m", **{field: value})
+
+
+def test_lanes_by_the_number_of_cores():
+    assert [usual_count(cores) for cores in (1, 2, 3, 4, 96)] == [1, 1, 1, 2, 2]
+    assert options("/m").lane_policy.count == usual_count(len(os.sched_getaffinity(0)))
+    assert options("/m", lanes=3).lane_policy.count == 3
 
 
 def test_a_trainers_settings_become_the_agents():
