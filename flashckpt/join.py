@@ -1,4 +1,4 @@
-"""How the ranks of a launch and the agents of their nodes come together: agents → leases → credentials → addresses.
+"""How the ranks of a launch and the agents of their nodes come together: leases → credentials → addresses.
 
 No private key crosses the process group: each node makes its own, rank 0 signs what it is shown, and the
 authority's key is gone when this returns.
@@ -36,12 +36,9 @@ log = logging.getLogger(__name__)
 def join(
     group: PrivateGroup, settings: Settings, topology: Topology, store: SlotStore, launch: Launch
 ) -> tuple[AgentSlots, AgentMemory]:
-    """Connects this rank with its node's agent, and the agents with each other. Collective."""
+    """Connects this rank with its node's agent, which runs, and the agents with each other. Collective."""
     timeout = settings.config.start_timeout
     options = options_of(settings)
-    group.together(
-        "starting the agents", lambda: ensure_agent(options, min(30.0, timeout)) if topology.is_leader else None
-    )
     links: list[AgentLink] = []
     try:
         # Kept at once: where another rank fails, this one's has to be closed.

@@ -1,4 +1,4 @@
-"""The start of a Checkpointer: group → store → topology → launch → slots. Collective."""
+"""The start of a Checkpointer: group → store → topology → launch → agents → slots. Collective."""
 
 from __future__ import annotations
 
@@ -83,6 +83,7 @@ def _open_slots(
         from flashckpt.rpc.settings import prepare_trainer
 
         prepare_trainer()
+        group.together("starting the agents", lambda: _start_agent(settings, topology))
         from flashckpt.join import join
 
         return join(group, settings, topology, store, launch)
@@ -90,3 +91,17 @@ def _open_slots(
     if reclaimed.files:
         log.info("reclaimed %d slots (%d bytes) of processes that are gone", reclaimed.files, reclaimed.bytes)
     return OwnSlots(store, launch, settings.config), OwnMemory(store, settings.job, settings.node_id)
+
+
+def _start_agent(settings: Settings, topology: Topology) -> None:
+    """This node's, by its leader. What joining it takes to import takes as long as a third of its start."""
+    from flashckpt.agent.start import ensure_agent, options_of
+
+    if topology.is_leader:
+        ensure_agent(options_of(settings), min(30.0, settings.config.start_timeout), meanwhile=_load_join)
+    else:
+        _load_join()
+
+
+def _load_join() -> None:
+    import flashckpt.join  # noqa: F401

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -81,8 +82,10 @@ def options_of(settings: Settings) -> Options:
     )
 
 
-def ensure_agent(options: Options, timeout: float = 30.0) -> Found:
+def ensure_agent(options: Options, timeout: float = 30.0, meanwhile: Callable[[], object] | None = None) -> Found:
     """The job's agent on this node, started if there is none. Returns once it answers.
+
+    While a new one starts, `meanwhile` is called.
 
     Of several who call this at once one starts it, the others find it. AgentError, with the end of its log, where
     it can't be started, or lives and does not answer within `timeout`; IncompatibleError where it is another node's.
@@ -94,7 +97,7 @@ def ensure_agent(options: Options, timeout: float = 30.0) -> Found:
         while True:
             holder = AgentLock(directory).holder()
             if holder is None:
-                started = _spawn(directory, options, deadline)
+                started = _spawn(directory, options, deadline, meanwhile)
                 holder = AgentLock(directory).holder()
             status = None if holder is None else _ask_until(directory, holder, deadline)
             if holder is not None and status is not None:
@@ -179,7 +182,9 @@ def environment_of_agent(environ: Mapping[str, str]) -> dict[str, str]:
     return {**kept, "GRPC_ENABLE_FORK_SUPPORT": "0"}
 
 
-def _spawn(directory: Directory, options: Options, deadline: float) -> bool:
+def _spawn(
+    directory: Directory, options: Options, deadline: float, meanwhile: Callable[[], object] | None = None
+) -> bool:
     """True if the new agent runs, False if somebody else's was quicker. AgentError if it died."""
     if not sys.executable:
         raise AgentError(
@@ -207,7 +212,9 @@ def _spawn(directory: Directory, options: Options, deadline: float) -> bool:
     finally:
         os.close(log)
     try:
-        code = child.wait(remaining + 1)
+        if meanwhile is not None:
+            meanwhile()
+        code = _wait(child, max(0.1, deadline - time.monotonic()) + 1)
     except subprocess.TimeoutExpired as error:
         raise _failed(directory, f"expected it to be ready within {remaining:.1f} s", start_bytes) from error
     finally:
@@ -217,6 +224,18 @@ def _spawn(directory: Directory, options: Options, deadline: float) -> bool:
     if code not in (OK, HELD):
         raise _failed(directory, f"expected it to run, found that it ended with exit code {code}", start_bytes)
     return code == OK
+
+
+def _wait(child: subprocess.Popen[bytes], timeout: float) -> int:
+    """As its wait(), which looks 20 times a second, but at once."""
+    with contextlib.suppress(OSError):  # a kernel without pidfds
+        pidfd = os.pidfd_open(child.pid)
+        try:
+            _await_exit(pidfd, timeout)
+        finally:
+            os.close(pidfd)
+        timeout = 0
+    return child.wait(timeout)
 
 
 def _ask_until(directory: Directory, holder: Holder, deadline: float) -> dict[str, Any] | None:
