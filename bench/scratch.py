@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from bench.agents import end_agents
 from bench.errors import BenchError
+from bench.huge import unmount
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -75,6 +76,9 @@ def _remove_all_of(name: str) -> None:
     for place in (TMPFS, *_ELSEWHERE):
         for path in (place / name, *place.glob(f"{name}_*")):
             if path.is_dir():
+                for mounted in filter(os.path.ismount, path.glob("*/")):
+                    with contextlib.suppress(BenchError):
+                        unmount(mounted)
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)

@@ -7,12 +7,13 @@ comes from one section.
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from bench.compare import Exercise, comparing
 from bench.contenders import CONTENDERS
 from bench.growth import FULL, Axes, growing
+from bench.huge import NoHugePagesError, huge_pages
 from bench.idle import idling
 from bench.peer import restoring
 from bench.process import Worker
@@ -158,6 +159,7 @@ def _all_sections(options: Options) -> list[Section]:
         compare("small", options.small, options.exercise_of_small, 1, with_small),
         Section("peer", fresh, lambda run: restoring(run, "peer", large, fresh)),
         turns("steady", large, ("memcpy", "memcpy-tensors", "flashckpt", "dcp"), rounds),
+        Section("huge pages", 2 * rounds, lambda run: on_huge_pages(run, "huge pages", large, rounds)),
         turns("planning", options.planning, ("flashckpt", "dcp"), 2 * rounds),
         Section("first", 3 * fresh, lambda run: in_fresh_processes(run, "first", large, in_first, fresh)),
         *replication,
@@ -193,6 +195,17 @@ def taking_turns(run: Run, section: str, spec: StateSpec, contenders: Sequence[s
                 for stage, seconds in answer.details.items():
                     run.samples.add(section, worker.contender, f"load: {stage}", seconds)
     run.clear()
+
+
+def on_huge_pages(run: Run, section: str, spec: StateSpec, rounds: int) -> None:
+    """The same on a mount with huge pages, for all of them."""
+    contenders = ("memcpy", "flashckpt")
+    try:
+        with huge_pages(run.directory / "huge") as directory:
+            taking_turns(replace(run, directory=directory), section, spec, contenders, rounds)
+    except NoHugePagesError as error:
+        for name in contenders:
+            run.samples.left_out[section, name] = str(error)
 
 
 def in_fresh_processes(run: Run, section: str, spec: StateSpec, contenders: Sequence[str], rounds: int) -> None:

@@ -34,6 +34,7 @@ def complete() -> Samples:
     dcp = {("dcp", "save"): [0.6, 0.6, 0.6], ("dcp", "load"): [0.2, 0.2, 0.2]}
     limit = {(f"memcpy{kind}", what): [0.05, 0.04, 0.05] for kind in ("", "-tensors") for what in ("save", "load")}
     fill(samples, "steady", both | dcp | limit)
+    fill(samples, "huge pages", both | limit)
     fill(samples, "small", both | dcp)
     fill(samples, "planning", both | dcp | {("flashckpt", "save: plan"): [0.01], ("flashckpt", "load: verify"): [0.0]})
     first: dict[tuple[str, str], list[float]] = {}
@@ -108,6 +109,7 @@ def test_every_bar_is_there_and_holds_medians_against_what_it_names() -> None:
     assert retrieved.value == pytest.approx(0.4 / 0.6)
     assert not retrieved.met
     assert told[False, 0.4, "x"] == (pytest.approx(0.5), True)
+    assert told[False, 0.6, "x"] == (pytest.approx(0.5), False)
     assert told[False, 3, "x faster"] == (pytest.approx(2), False)
     assert told[True, 5, "ms"] == (pytest.approx(4), True)
     # On average, not in the middle.
