@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+
 from bench import huge, scratch
 from bench.errors import BenchError
 from bench.huge import NoHugePagesError, huge_pages
