@@ -52,7 +52,7 @@ def test_a_trainer_does_not_wait_for_a_stopped_agent_beyond_its_deadline():
 def test_a_drained_agent_finishes_what_it_pushes():
     with World(2, size_bytes=4 * MIB, start=False) as world:
         world.start_agent(0)
-        world.start_agent(1, replicate_max_mbps=32.0)  # a second for a push
+        world.start_agent(1, replicate_max_mbps=12.0)  # three seconds for a push
         launch = world.launch()
         launch.save_nowait(1)
         wait_until(lambda: running(world, 1), "the push to run")
