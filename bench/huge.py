@@ -22,13 +22,20 @@ def huge_pages(point: Path) -> Iterator[Path]:
     """Mounted on `point`, which is made. NoHugePagesError where that can't be done here."""
     point.mkdir()
     try:
-        _run("mount", "-t", "tmpfs", "-o", "huge=always,mode=0700", "flashckpt-bench", str(point))
+        mount(point)
         try:
             yield point
         finally:
             unmount(point)
     finally:
         point.rmdir()
+
+
+def mount(point: Path) -> None:
+    try:
+        _run("mount", "-t", "tmpfs", "-o", "huge=always,mode=0700", "flashckpt-bench", str(point))
+    except BenchError as error:
+        raise NoHugePagesError(f"a tmpfs with huge pages takes root, and a kernel that has them: {error}") from error
 
 
 def unmount(point: Path) -> None:
@@ -38,8 +45,8 @@ def unmount(point: Path) -> None:
 
 def _run(*command: str) -> None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except OSError as error:
-        raise NoHugePagesError(f"{command[0]}: {error.strerror}") from error
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BenchError(f"{command[0]}: {error}") from error
     if done.returncode:
-        raise NoHugePagesError(f"a tmpfs with huge pages takes root: {done.stderr.strip() or command}")
+        raise BenchError(f"{command[0]}: {done.stderr.strip() or done.returncode}")

@@ -40,7 +40,7 @@ class Answer:
     seconds: float
     details: dict[str, float]
     anonymous_growth_bytes: int = 0  # highest above where it began; 0 where nobody watched
-    resident_bytes: tuple[int, ...] = ()  # highest of each other process that was watched
+    others_bytes: tuple[int, ...] = ()  # highest of each other process that was watched
     safe: float = 0.0  # seconds of a save until the checkpoint survives its process
     blocked: tuple[float, ...] = ()  # seconds of each save of a training loop
 
@@ -86,9 +86,9 @@ class Worker:
             self.kill()
             raise
 
-    def save(self, step: int, *, watch: bool = False, watch_resident: Sequence[int] = ()) -> Answer:
-        """`watch` its anonymous memory; `watch_resident`: ids of processes whose resident memory to watch."""
-        return self._ask({"do": "save", "step": step}, watch=watch, watch_resident=watch_resident)
+    def save(self, step: int, *, watch: bool = False, watch_others: Sequence[int] = ()) -> Answer:
+        """`watch` its anonymous memory; `watch_others`: ids of other processes whose own memory to watch."""
+        return self._ask({"do": "save", "step": step}, watch=watch, watch_others=watch_others)
 
     def save_watching_footprint(self, step: int) -> int:
         """The most memory that it takes during a save, and whatever completes it. Looking slows it down: not timed."""
@@ -163,22 +163,22 @@ class Worker:
         else:
             self.kill()
 
-    def _ask(self, command: dict[str, Any], *, watch: bool = False, watch_resident: Sequence[int] = ()) -> Answer:
+    def _ask(self, command: dict[str, Any], *, watch: bool = False, watch_others: Sequence[int] = ()) -> Answer:
         before = highest = _memory_bytes(self.pid, "RssAnon") if watch else 0
-        resident = [0] * len(watch_resident)
+        others = [0] * len(watch_others)
         self._send(command)
-        while (watch or resident) and not self._readable(_SAMPLE_SECONDS):
+        while (watch or others) and not self._readable(_SAMPLE_SECONDS):
             if watch:
                 highest = max(highest, _memory_bytes(self.pid, "RssAnon"))
-            resident = [
-                max(so_far, _memory_bytes(pid, "VmRSS")) for so_far, pid in zip(resident, watch_resident, strict=True)
+            others = [
+                max(so_far, _memory_bytes(pid, "RssAnon")) for so_far, pid in zip(others, watch_others, strict=True)
             ]
         reply = self._receive()
         return Answer(
             seconds=reply["seconds"],
             details=reply["details"],
             anonymous_growth_bytes=highest - before,
-            resident_bytes=tuple(resident),
+            others_bytes=tuple(others),
             safe=reply.get("safe", 0.0),
             blocked=tuple(reply.get("blocked", ())),
         )

@@ -66,7 +66,7 @@ def _replicate(run: Run, section: str, worker: Worker, step: int) -> float:
 
 
 def watched_agents(run: Run, section: str, spec: StateSpec) -> None:
-    """The resident memory of both agents while they replicate. Apart from the clocks, since looking costs time."""
+    """The memory of both agents while they replicate, without the slots. Apart from the clocks: looking costs time."""
     check_room(6 * spec.size_bytes)
     run.samples.state_bytes[section] = spec.size_bytes
     run.tell(f"{section}: agents")
@@ -75,7 +75,7 @@ def watched_agents(run: Run, section: str, spec: StateSpec) -> None:
             worker.save(step)
         agents = [agent_of(run.directory / CONTENDER / f"node{node}") for node in (0, 1)]
         for step in range(WARM_UP + 1, WARM_UP + 1 + _WATCHED):
-            peaks = worker.save(step, watch_resident=[agent.pid for agent in agents]).resident_bytes
+            peaks = worker.save(step, watch_others=[agent.pid for agent in agents]).others_bytes
             for name, peak in zip((SENDER, RECEIVER), peaks, strict=True):
-                run.samples.add(section, name, "replication, resident in all", peak)
+                run.samples.add(section, name, "replication, own memory", peak)
     run.clear()

@@ -10,7 +10,7 @@ import pytest
 
 from bench import huge, scratch
 from bench.errors import BenchError
-from bench.huge import NoHugePagesError, huge_pages
+from bench.huge import huge_pages
 from bench.machine import Quietness
 from bench.run import Run
 from bench.samples import Samples
@@ -49,10 +49,12 @@ def test_the_next_run_unmounts_what_a_killed_one_left(monkeypatch: pytest.Monkey
 
 def test_without_root_the_section_is_left_out_with_the_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def refuse(*command: str) -> None:
-        raise NoHugePagesError("a tmpfs with huge pages takes root: must be superuser")
+        raise BenchError("mount: must be superuser")
 
     monkeypatch.setattr(huge, "_run", refuse)
     run = Run(tmp_path, Samples(), Quietness(), lambda _: None)
     on_huge_pages(run, "huge pages", StateSpec(1, 4096), 1)
-    assert set(run.samples.left_out.values()) == {"a tmpfs with huge pages takes root: must be superuser"}
+    (reason,) = set(run.samples.left_out.values())
+    assert "takes root" in reason
+    assert "must be superuser" in reason
     assert list(tmp_path.iterdir()) == []

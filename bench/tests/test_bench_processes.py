@@ -136,7 +136,7 @@ def test_sections_of_replication_give_every_figure_and_end_their_agents() -> Non
         assert 0 < push <= in_save + whole
     for agent in both:
         assert len(found["replicate", agent, "cpu: replicate"]) == 2
-        assert all(10 << 20 < peak < 1 << 30 for peak in found["memory", agent, "replication, resident in all"])
+        assert all(10 << 20 < peak < 1 << 30 for peak in found["memory", agent, "replication, own memory"])
     for contender in ("no saving", "flashckpt-off", "flashckpt-replicated"):
         assert len(found["slowdown", contender, "loop"]) == 2
     for contender in ("flashckpt-off", "flashckpt-replicated"):

@@ -109,7 +109,7 @@ class Options:
 
     @property
     def lane_policy(self) -> LanePolicy:
-        usual = usual_count(len(os.sched_getaffinity(0)))
+        usual = usual_count(os.cpu_count() or 1)  # not those it is bound to: then its trainers are bound as well
         return LanePolicy(self.transport, bool(self.encrypt_data), usual if self.lanes is None else self.lanes)
 
     def arguments(self) -> list[str]:

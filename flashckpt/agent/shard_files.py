@@ -15,7 +15,7 @@ from flashckpt.store.owner import Owner
 from flashckpt.transport.outgoing import Outgoing, hold
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator
 
     from flashckpt.store.slots import Sealed, SlotStore
     from flashckpt.store.windows import Window
@@ -29,9 +29,9 @@ _MAX_DAMAGED = 64  # that are remembered
 class OpenShard(Outgoing):
     """A shard of this node that is being read. Owns its descriptor."""
 
-    def __init__(self, fd: int, shard: ShardId, job: str, window: Window | None) -> None:
+    def __init__(self, fd: int, shard: ShardId, job: str, open_window: Callable[[], Window | None]) -> None:
         try:
-            super().__init__(fd, shard, job, window)
+            super().__init__(fd, shard, job, open_window)
         except BaseException:
             os.close(fd)
             raise
@@ -40,6 +40,7 @@ class OpenShard(Outgoing):
     def close(self) -> None:
         if not self._closed:
             self._closed = True
+            self.forget_window()
             os.close(self._fd)
 
 
@@ -108,12 +109,7 @@ class ShardFiles:
         if sealed is None:
             raise NotFoundError(f"{shard}: not held here")
         fd = self._store.open_shard(sealed)
-        try:
-            window = self._store.window(sealed, fd)
-        except BaseException:
-            os.close(fd)
-            raise
-        return OpenShard(fd, shard, self._job, window)
+        return OpenShard(fd, shard, self._job, lambda: self._store.window(sealed, fd))
 
     def verified(self) -> set[ShardId]:
         """Of which every chunk was checked here since it came."""

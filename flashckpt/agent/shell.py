@@ -277,7 +277,7 @@ class Shell:
         return self._files.open(shard)
 
     def look_around(self) -> None:
-        """Finds shards that nobody told of, and misses those that somebody took away."""
+        """Finds shards that nobody told of, and misses those that somebody took away, memory included."""
         found = {sealed.shard: sealed for sealed in self.store.scan()}
         with self._lock:
             held = set(self._core.held)
@@ -288,6 +288,7 @@ class Shell:
         for shard in held - set(found):
             if self._files.forget_if_gone(shard):
                 self.feed(Gone(shard))
+        self.store.forget_unlinked()
 
     def _scrub(self, now: float) -> None:
         with self._lock:

@@ -82,7 +82,7 @@ def options_of(settings: Settings) -> Options:
     )
 
 
-def ensure_agent(options: Options, timeout: float = 30.0, meanwhile: Callable[[], object] | None = None) -> Found:
+def ensure_agent(options: Options, timeout: float = 30.0, meanwhile: Callable[[], object] = lambda: None) -> Found:
     """The job's agent on this node, started if there is none. Returns once it answers.
 
     While a new one starts, `meanwhile` is called.
@@ -182,9 +182,7 @@ def environment_of_agent(environ: Mapping[str, str]) -> dict[str, str]:
     return {**kept, "GRPC_ENABLE_FORK_SUPPORT": "0"}
 
 
-def _spawn(
-    directory: Directory, options: Options, deadline: float, meanwhile: Callable[[], object] | None = None
-) -> bool:
+def _spawn(directory: Directory, options: Options, deadline: float, meanwhile: Callable[[], object]) -> bool:
     """True if the new agent runs, False if somebody else's was quicker. AgentError if it died."""
     if not sys.executable:
         raise AgentError(
@@ -212,8 +210,7 @@ def _spawn(
     finally:
         os.close(log)
     try:
-        if meanwhile is not None:
-            meanwhile()
+        meanwhile()
         code = _wait(child, max(0.1, deadline - time.monotonic()) + 1)
     except subprocess.TimeoutExpired as error:
         raise _failed(directory, f"expected it to be ready within {remaining:.1f} s", start_bytes) from error

@@ -1,6 +1,6 @@
 """How an agent that owns all slots hands one to a trainer.
 
-The agent allocates and touches first, so that the memory is charged to it, and never maps what it grants. A
+The agent allocates and touches first, so that the memory is charged to it, and never maps what it grants to write. A
 slot in `writing/` under a trainer's name is that trainer's alone, as if it had claimed it itself.
 
 Failpoints: `before_grant` · `after_grant` (the trainer does not know of it yet) · `after_attach` (it has mapped it).

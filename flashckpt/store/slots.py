@@ -344,8 +344,8 @@ class SlotStore(JobFiles):
         """Agents only: the id of a slot of exactly that size, in memory, that `to` may attach().
 
         One that `to` wrote last costs a rename, and `to` has it mapped. Else one whose last writer has exited, or
-        one of the agent's own, is resized; else a file is made. The agent maps none of them. Free slots, also
-        those of `to` with other sizes, are given up before NoSpaceError is raised.
+        one of the agent's own, is resized; else a file is made. The agent has none of them mapped to write. Free
+        slots, also those of `to` with other sizes, are given up before NoSpaceError is raised.
         """
         self._begin_claim(size_bytes)
         return self._grants.grant(size_bytes, to)
@@ -406,7 +406,7 @@ class SlotStore(JobFiles):
         return returned
 
     def forget_unlinked(self) -> None:
-        """Trainers: lets go of the memory of slots that the agent gave up; it is asked for when memory is short."""
+        """Lets go of the memory of files that others removed: slots that were given up, shards that were set aside."""
         self._check_usable()
         self._supply.forget_unlinked()
 
@@ -449,7 +449,7 @@ class SlotStore(JobFiles):
         """Agents only: of the shard open at `fd`, to send it. It stays mapped for the next generation in its slot. None
         where it can't be mapped."""
         self._check_usable()
-        return self._supply.window(sealed.slot_id, fd, is_ours=sealed.writer == self._owner)
+        return self._supply.window(sealed.slot_id, fd)
 
     # -- parts of shards that an agent fetched -------------------------------------------------------------
 

@@ -208,11 +208,16 @@ class Supply:
         mapping = self._fitting(slot_id, found, found.st_size)
         return None if mapping is None else mapping.view().toreadonly()
 
-    def window(self, slot_id: int, fd: int, *, is_ours: bool) -> Window | None:
+    def window(self, slot_id: int, fd: int) -> Window | None:
         """Of the file open at `fd`, to send it; None where it can't be mapped."""
         found = os.fstat(fd)
-        mapping = self._fitting(slot_id, found, found.st_size) if is_ours else None
-        return self._windows.of(slot_id, fd, found) if mapping is None else Window(mapping, is_faulted=True)
+        if self.has_holes(found):
+            return None  # to read one takes memory that nobody has counted
+        mapping = self._fitting(slot_id, found, found.st_size)
+        if mapping is None:
+            return self._windows.of(slot_id, fd, found)
+        self._windows.drop(slot_id)
+        return Window(mapping, is_faulted=True)
 
     def put_back(self, taken: Taken) -> None:
         """Undoes take(): a new file goes, another slot returns to the pool."""

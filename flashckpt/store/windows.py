@@ -75,20 +75,29 @@ class Windows:
                 return window
             self._close(slot_id)
             window = open_window(fd)
-            if window is not None:
+            # One that was removed since it was opened is not kept: nobody would close it.
+            if window is not None and not window.is_unlinked():
                 self._open[slot_id] = window
             return window
 
     def forget_unlinked(self) -> None:
         """A window would keep the memory of a file that was removed."""
+        if not self._open:  # as in all trainers, which may be forked or interrupted while they hold a lock
+            return
         with self._lock:
             for slot_id in [slot_id for slot_id, window in self._open.items() if window.is_unlinked()]:
                 self._close(slot_id)
 
     def close(self) -> None:
+        if not self._open:
+            return
         with self._lock:
             for slot_id in list(self._open):
                 self._close(slot_id)
+
+    def drop(self, slot_id: int) -> None:
+        with self._lock:
+            self._close(slot_id)
 
     def _close(self, slot_id: int) -> None:
         window = self._open.pop(slot_id, None)
@@ -98,12 +107,11 @@ class Windows:
 
 def open_window(fd: int) -> Window | None:
     """Of a file as long as it is now. The descriptor stays the caller's. None: it can't be mapped."""
-    own = os.dup(fd)
+    own = -1
     try:
+        own = os.dup(fd)
         return Window(Mapping(own, os.fstat(own).st_size, huge_pages=False, writable=False))
-    except (OSError, ValueError):  # empty, or a file system that maps whole huge pages only
-        os.close(own)
+    except (OSError, ValueError):  # no descriptor left, or an empty file
+        if own >= 0:
+            os.close(own)
         return None
-    except BaseException:
-        os.close(own)
-        raise

@@ -21,6 +21,8 @@ from flashckpt.format.shard import name_of, read_envelope
 from flashckpt.types import Held
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from flashckpt.store.handles import Sealed
     from flashckpt.store.windows import Window
     from flashckpt.types import ChunkRange, ShardId
@@ -33,10 +35,12 @@ _CRC = struct.Struct("<I")
 class Outgoing:
     """One shard to send. The descriptor stays the caller's, and has to stay open."""
 
-    def __init__(self, fd: int, shard: ShardId, job: str, window: Window | None = None) -> None:
+    def __init__(
+        self, fd: int, shard: ShardId, job: str, open_window: Callable[[], Window | None] = lambda: None
+    ) -> None:
         """CorruptShardError or IncompatibleError where the file is not that shard, whole up to its data area.
 
-        Without a `window` of the file every chunk is read.
+        `open_window`: of the file, asked for when something is to be sent; without one every chunk is read.
         """
         envelope = read_envelope(fd, expect=shard, job=job)
         # The layout is as large as all the rest, and only its reader needs it.
@@ -48,7 +52,8 @@ class Outgoing:
         self._data_length_bytes = envelope.data_length_bytes
         self._chunk_crcs = envelope.chunk_crcs
         self._fd = fd
-        self._window = window
+        self._open_window = open_window
+        self._window: Window | None = None
         del envelope
         self.digest = digest_of(fd)
 
@@ -80,7 +85,13 @@ class Outgoing:
             raise ConfigError(f"{self.shard}: expected chunks from 0 to {self.chunks - 1}, found {chunks}")
         start = chunks.first * self.chunk_bytes
         length = min(chunks.count * self.chunk_bytes, self._data_length_bytes - start)
+        if self._window is None:
+            self._window = self._open_window()
         return None if self._window is None else self._window.view_of(self.head_bytes + start, length)
+
+    def forget_window(self) -> None:
+        """When nobody sends any more: it keeps the memory of a file that is removed."""
+        self._window = None
 
 
 def digest_of(fd: int) -> bytes:

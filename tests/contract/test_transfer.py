@@ -57,7 +57,7 @@ class Reading:
 
     def __init__(self, store, sealed):
         self.fd = store.open_shard(sealed)
-        self.opened = Outgoing(self.fd, SHARD, JOB, open_window(self.fd))
+        self.opened = Outgoing(self.fd, SHARD, JOB, lambda: open_window(self.fd))
         self.head_bytes, self.chunk_bytes = self.opened.head_bytes, self.opened.chunk_bytes
         self.chunks, self.digest = self.opened.chunks, self.opened.digest
         self.info = GetInfo(self.opened.size_bytes, self.head_bytes, self.chunk_bytes, 9)
@@ -133,7 +133,7 @@ def world(memory_dir, job, policy):
 @pytest.fixture
 def outgoing(world):
     fd = world.a.open_shard(write_shard(world.a, CHUNKS))
-    yield Outgoing(fd, SHARD, JOB, open_window(fd))
+    yield Outgoing(fd, SHARD, JOB, lambda: open_window(fd))
     os.close(fd)
 
 
@@ -373,7 +373,7 @@ def test_nodes_with_different_settings_find_a_way(memory_dir, job, sender, recei
     world = World(memory_dir, job, LanePolicy(receiver))
     fd = world.a.open_shard(write_shard(world.a, CHUNKS))
     try:
-        outgoing = Outgoing(fd, SHARD, JOB, open_window(fd))
+        outgoing = Outgoing(fd, SHARD, JOB, lambda: open_window(fd))
         client = world.client(lanes=LanePolicy(sender))
         assert client.put(opening_of(outgoing), outgoing).end is PutEnd.SEALED
         world.giver = Reading(world.a, world.a.scan()[0])
@@ -394,7 +394,7 @@ def test_lanes_or_nothing(memory_dir, job, sender, receiver, reason):
     world = World(memory_dir, job, receiver)
     fd = world.a.open_shard(write_shard(world.a, CHUNKS))
     try:
-        outgoing = Outgoing(fd, SHARD, JOB, open_window(fd))
+        outgoing = Outgoing(fd, SHARD, JOB, lambda: open_window(fd))
         client = world.client(lanes=sender)
         with pytest.raises(PeerError, match=reason):
             client.put(opening_of(outgoing), outgoing)
@@ -413,7 +413,7 @@ def test_a_port_that_nobody_gets_through_to_is_gone_around(memory_dir, job, capl
     door.close()  # what is offered is the port of nobody
     fd = world.a.open_shard(write_shard(world.a, CHUNKS))
     try:
-        outgoing = Outgoing(fd, SHARD, JOB, open_window(fd))
+        outgoing = Outgoing(fd, SHARD, JOB, lambda: open_window(fd))
         client = world.client()
         assert client.put(opening_of(outgoing), outgoing).end is PutEnd.SEALED
         world.giver = Reading(world.a, world.a.scan()[0])

@@ -88,7 +88,7 @@ def test_options_that_make_no_sense_are_refused(field, value):
 
 def test_lanes_by_the_number_of_cores():
     assert [usual_count(cores) for cores in (1, 2, 3, 4, 96)] == [1, 1, 1, 2, 2]
-    assert options("/m").lane_policy.count == usual_count(len(os.sched_getaffinity(0)))
+    assert options("/m").lane_policy.count == usual_count(os.cpu_count())
     assert options("/m", lanes=3).lane_policy.count == 3
 
 

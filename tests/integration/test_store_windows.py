@@ -13,9 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from flashckpt.agent.shard_files import ShardFiles
 from flashckpt.store.slots import SlotStore
 from flashckpt.store.windows import open_window
-from flashckpt.types import Generation, ShardId
+from flashckpt.types import ChunkRange, Generation, ShardId
+from tests.integration.rpc_world import JOB
+from tests.integration.test_rpc_replica import write_shard
 
 ROOT = Path(__file__).parents[2]
 SIZE = 3 << 20
@@ -62,6 +65,20 @@ def look(store, sealed):
 def content(window, start=0, length=SIZE):
     with window.view_of(start, length) as view:
         return bytes(view)
+
+
+@pytest.fixture
+def reading(memory_dir):
+    """A store, a shard in it as another process would have left it, and an agent's reader of it."""
+    with SlotStore.open(memory_dir, JOB) as writer:
+        write_shard(writer)
+    with SlotStore.open(memory_dir, JOB) as store:
+        files = ShardFiles(store, JOB)
+        (sealed,) = store.scan()
+        assert files.adopt(sealed) is not None
+        reader = files.open(sealed.shard)
+        yield store, sealed, reader
+        reader.close()
 
 
 def mapped_slots():
@@ -128,6 +145,45 @@ def test_what_is_being_sent_outlives_its_window(store, memory_dir):
     assert view[SIZE - 1] == 1
     view.release()
     del window, view
+    assert mapped_slots() == []
+
+
+def test_a_reader_of_a_removed_shard_keeps_nothing_when_it_is_closed(reading):
+    """Also where an error's traceback keeps the reader itself."""
+    store, sealed, reader = reading
+    view = reader.view_of(ChunkRange(0, 1))
+    (store.path / "sealed" / sealed.name).unlink()
+    store.forget_unlinked()
+    assert len(mapped_slots()) == 1, "it is being sent"
+    view.release()
+    reader.close()
+    assert mapped_slots() == []
+
+
+def test_a_file_that_went_before_its_window_was_opened(store, memory_dir):
+    """Nobody would close a window that came after the look for removed files."""
+    sealed = written(store, memory_dir, 1)
+    fd = store.open_shard(sealed)
+    store.release(sealed)
+    store.trim()
+    window = store.window(sealed, fd)
+    os.close(fd)
+    assert content(window, 100, 1) == b"\1"
+    del window
+    assert mapped_slots() == []
+
+
+def test_a_file_with_holes_has_no_window(store, memory_dir):
+    """To read one would take memory."""
+    sealed = written(store, memory_dir, 1)
+    os.truncate(store.path / "sealed" / sealed.name, SIZE + (1 << 20))
+    assert look(store, sealed) is None
+
+
+def test_what_is_not_sent_is_not_mapped(reading):
+    """The scrubber reads every shard, again and again."""
+    _, _, reader = reading
+    assert reader.read_chunk(0)
     assert mapped_slots() == []
 
 
