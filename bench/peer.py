@@ -2,7 +2,7 @@
 
 The limit is one TCP connection that fills the live tensors. torchft fetches from a healthy replica that is training;
 flashckpt from the replica that a lost node's buddy keeps, with all that belongs to it: who holds what, which
-generation, checksums on both sides, and the copy into place.
+generation, checksums, and the copy into place.
 """
 
 from __future__ import annotations

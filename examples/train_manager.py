@@ -1,6 +1,6 @@
 """An FSDP2 training script whose whole state is in a CheckpointManager. The lines that flashckpt adds are marked.
 
-FLASHCKPT_JOB=example torchrun --standalone --nproc-per-node 2 examples/train_manager.py --steps 200
+FLASHCKPT_JOB=example2 torchrun --standalone --nproc-per-node 2 examples/train_manager.py --steps 200
 """
 
 from __future__ import annotations

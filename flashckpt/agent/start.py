@@ -88,7 +88,8 @@ def ensure_agent(options: Options, timeout: float = 30.0, meanwhile: Callable[[]
     While a new one starts, `meanwhile` is called.
 
     Of several who call this at once one starts it, the others find it. AgentError, with the end of its log, where
-    it can't be started, or lives and does not answer within `timeout`; IncompatibleError where it is another node's.
+    it can't be started, or lives and does not answer within `timeout`; IncompatibleError where it is another node's, or
+    sends in the clear what is to be encrypted.
     """
     deadline = time.monotonic() + timeout
     directory = open_directory(options.memory_dir, options.job)
@@ -101,7 +102,7 @@ def ensure_agent(options: Options, timeout: float = 30.0, meanwhile: Callable[[]
                 holder = AgentLock(directory).holder()
             status = None if holder is None else _ask_until(directory, holder, deadline)
             if holder is not None and status is not None:
-                _check_node(options, holder, status)
+                _check(options, holder, status)
                 return Found(holder.pid, started, str(directory.path / LOG_NAME))
             # It ended between two looks. Whoever is there next time is as good.
             if time.monotonic() > deadline:
@@ -269,12 +270,20 @@ def _socket_path(directory: Directory) -> str:
     return f"/proc/self/fd/{directory.fd}/{SOCKET_NAME}"
 
 
-def _check_node(options: Options, holder: Holder, status: dict[str, Any]) -> None:
+def _check(options: Options, holder: Holder, status: dict[str, Any]) -> None:
+    """Whether the agent that runs will do. Its other settings are those it was started with."""
     if status["node"] != options.node_id:
         raise IncompatibleError(
             f"memory directory {options.memory_dir}: expected the agent of node {options.node_id!r}, found that of "
             f"node {status['node']!r} with {holder}",
             hint="several nodes on one machine each need their own FLASHCKPT_MEMORY_DIR",
+            pid=holder.pid,
+        )
+    if options.encrypt_data and not status.get("encrypts_data"):
+        raise IncompatibleError(
+            f"job {options.job!r}: expected an agent that encrypts shards on their way, as encrypt_data or certificates of "
+            f"your own ask for, found one that was started without, with {holder}",
+            hint="`flashckpt agent stop` ends it, and trainers start another one; an operator's takes --encrypt-data",
             pid=holder.pid,
         )
 

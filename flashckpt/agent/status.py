@@ -40,6 +40,7 @@ def describe(
         "job": options.job,
         "node": options.node_id,
         "address": address,
+        "encrypts_data": bool(options.encrypt_data),
         "uptime_seconds": round(uptime, 3),
         "draining": draining,
         "launch": _launch(session.launch if session else None),

@@ -12,6 +12,7 @@ from flashckpt.cli.memory import memory_dir_of, now, selected_job
 from flashckpt.cli.options import where
 from flashckpt.cli.output import age, note, print_json, print_table, printable
 from flashckpt.config import CheckpointConfig, resolve
+from flashckpt.lanes.policy import MAX_LANES, TRANSPORTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,6 +43,13 @@ def _settings(function: F) -> F:
         click.option("--linger", type=float, metavar="SECONDS", help="Exit after so long without a trainer; 0: never."),
         click.option("--budget-bytes", type=int, metavar="BYTES", help="Most memory of all slots of the job here."),
         click.option("--replicate-max-mbps", type=float, metavar="MBIT", help="Most megabits a second to all peers."),
+        click.option("--transport", type=click.Choice(TRANSPORTS), help="How shards go from node to node."),
+        click.option("--lanes", type=click.IntRange(1, MAX_LANES), metavar="N", help="Connections of one transfer."),
+        click.option(
+            "--encrypt-data/--no-encrypt-data",
+            default=None,
+            help="Whether they use TLS. Default: where FLASHCKPT_TLS_CERT is given.",
+        ),
         click.option("--nice", type=click.IntRange(0, 19), metavar="N", help="Added to the niceness."),
         click.option("--beat-interval", type=float, metavar="SECONDS", help="Between signs of life to peers."),
         click.option("--peer-timeout", type=float, metavar="SECONDS", help="Silence after which a peer is down."),
@@ -156,8 +164,14 @@ def _options(given: dict[str, Any]) -> Options:
     """Argument beats environment beats default, as for trainers."""
     from flashckpt.agent.process import Options
 
-    names = ("job", "memory_dir", "node_id")
+    names = ("job", "memory_dir", "node_id", "encrypt_data")
     settings = resolve(CheckpointConfig(**{name: given.pop(name) for name in names}))
     # What was not given keeps the agent's own default.
     told = {name: value for name, value in given.items() if value is not None}
-    return Options(job=settings.job, memory_dir=settings.memory_dir, node_id=settings.node_id, **told)
+    return Options(
+        job=settings.job,
+        memory_dir=settings.memory_dir,
+        node_id=settings.node_id,
+        encrypt_data=int(settings.encrypts_data),
+        **told,
+    )

@@ -15,12 +15,14 @@ import time
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from flashckpt import AgentError, CheckpointConfig, ConfigError, IncompatibleError
 from flashckpt.agent import process
 from flashckpt.agent.lock import LOCK_NAME, AgentLock
 from flashckpt.agent.process import LOG_NAME, Options, parse
 from flashckpt.agent.start import Found, ensure_agent, environment_of_agent, look, options_of, stop_agent
+from flashckpt.cli.entry import group
 from flashckpt.config import resolve
 from flashckpt.lanes.policy import usual_count
 from flashckpt.rpc.agent_client import AgentClient
@@ -101,6 +103,27 @@ def test_a_trainers_settings_become_the_agents():
     )
     endless = options("/m", linger=float("inf"))
     assert parse(["run", *endless.arguments()])[0] == endless
+
+
+@pytest.mark.parametrize(
+    ("arguments", "certificates", "expected"),
+    [
+        ([], False, 0),
+        ([], True, 1),
+        (["--encrypt-data"], False, 1),
+        (["--no-encrypt-data"], True, 0),
+    ],
+)
+def test_an_operators_agent_encrypts_as_trainers_would(monkeypatch, arguments, certificates, expected):
+    for name in ("CERT", "KEY", "CA"):
+        monkeypatch.setenv(f"FLASHCKPT_TLS_{name}", f"/{name}" if certificates else "")
+    started = []
+    monkeypatch.setattr(process, "run", lambda options: started.append(options) or 0)
+    ours = ["agent", "run", "--job", JOB, "--memory-dir", "/m", "--transport", "tcp", "--lanes", "3"]
+    assert CliRunner().invoke(group, [*ours, *arguments]).exit_code == 0
+    (found,) = started
+    assert found.encrypt_data == expected
+    assert (found.transport, found.lanes) == ("tcp", 3)
 
 
 def test_what_is_unknown_or_missing_on_the_command_line_is_refused(capsys):
@@ -357,6 +380,17 @@ def test_another_nodes_agent_is_not_ours(agents):
     ensure_agent(options(agents))
     with pytest.raises(IncompatibleError, match="'node-a'"):
         ensure_agent(options(agents, node_id="node-b"))
+
+
+def test_one_that_does_not_encrypt_is_not_taken_where_that_is_asked_for(agents):
+    found = ensure_agent(options(agents))
+    with pytest.raises(IncompatibleError, match="expected an agent that encrypts") as caught:
+        ensure_agent(options(agents, encrypt_data=1))
+    assert caught.value.fields["pid"] == found.pid
+    assert "agent stop" in str(caught.value)
+    stop_agent(agents, JOB, 20.0)
+    encrypting = ensure_agent(options(agents, encrypt_data=1))
+    assert ensure_agent(options(agents)).pid == encrypting.pid, "more than was asked for"
 
 
 def test_of_several_starters_one_starts_it(agents):
