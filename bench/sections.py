@@ -157,7 +157,7 @@ def _all_sections(options: Options) -> list[Section]:
     return [
         compare("compare", large, options.exercise, options.visits, everybody),
         compare("small", options.small, options.exercise_of_small, 1, with_small),
-        Section("peer", fresh, lambda run: restoring(run, "peer", large, fresh)),
+        Section("peer", rounds, lambda run: restoring(run, "peer", large, rounds)),
         turns("steady", large, ("memcpy", "memcpy-tensors", "flashckpt", "dcp"), rounds),
         Section("huge pages", 2 * rounds, lambda run: on_huge_pages(run, "huge pages", large, rounds)),
         turns("planning", options.planning, ("flashckpt", "dcp"), 2 * rounds),
