@@ -1,8 +1,8 @@
 """The agent of another node, as this node's agent calls it.
 
-Who answers: TLS proves that the server's certificate was issued for that node of the job, by a DNS name made of both, since
-gRPC matches no other ones and shows the certificate to no Python client. Besides that each message names its receiver, an
-agent with another name refuses it, and the answer to hello is checked here.
+Who answers: TLS proves that the server's certificate was issued for that node of the job, by a DNS name made of both,
+since gRPC matches no other ones and shows the certificate to no Python client. Besides that each message names its
+receiver, an agent with another name refuses it, and the answer to hello is checked here.
 """
 
 from __future__ import annotations
