@@ -281,7 +281,7 @@ def _check(options: Options, holder: Holder, status: dict[str, Any]) -> None:
         )
     if options.encrypt_data and not status.get("encrypts_data"):
         raise IncompatibleError(
-            f"job {options.job!r}: expected an agent that encrypts shards on their way, as encrypt_data or certificates "
+            f"job {options.job!r}: expected an agent that encrypts shards on the way, as encrypt_data or certificates "
             f"of your own ask for, found one that was started without, with {holder}",
             hint="`flashckpt agent stop` ends it, and trainers start another one; an operator's takes --encrypt-data",
             pid=holder.pid,
