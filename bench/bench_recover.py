@@ -34,6 +34,7 @@ PHASES = ("inventory", "verify", "plan", "retrieve", "read")
 _TENSORS = 100
 _LOST = 1  # the node
 _DEADLINE = 300.0
+_REST_SECONDS = 1.0  # after the start of two ranks and two agents on these few cores: the others rest as well
 _SAVES = 3  # before the loss: a job that is lost has been saving, and its holders use their memory again
 
 
@@ -162,6 +163,7 @@ def rank_main(doing: str, tensors: int, tensor_bytes: int, answers: Path) -> Non
                     raise BenchError(f"save: expected it replicated, found {outcome}")
         else:
             spoil(state)
+            time.sleep(_REST_SECONDS)
             before = loopback_bytes()
             began = time.perf_counter()
             result = checkpointer.load(saved)
