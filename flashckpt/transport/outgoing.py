@@ -90,7 +90,9 @@ class Outgoing:
         return None if self._window is None else self._window.view_of(self.head_bytes + start, length)
 
     def forget_window(self) -> None:
-        """When nobody sends any more: it keeps the memory of a file that is removed."""
+        """When nobody sends any more: it keeps the memory of a file that is removed. None is opened after that: the
+        descriptor may be another file's by then."""
+        self._open_window = lambda: None
         self._window = None
 
 

@@ -158,6 +158,7 @@ def test_a_reader_of_a_removed_shard_keeps_nothing_when_it_is_closed(reading):
     view.release()
     reader.close()
     assert mapped_slots() == []
+    assert reader.view_of(ChunkRange(0, 1)) is None, "its descriptor may be another file's now"
 
 
 def test_a_file_that_went_before_its_window_was_opened(store, memory_dir):
