@@ -12,7 +12,6 @@ from flashckpt.cli.memory import memory_dir_of, now, selected_job
 from flashckpt.cli.options import where
 from flashckpt.cli.output import age, note, print_json, print_table, printable
 from flashckpt.config import CheckpointConfig, resolve
-from flashckpt.lanes.policy import MAX_LANES, TRANSPORTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,8 +42,8 @@ def _settings(function: F) -> F:
         click.option("--linger", type=float, metavar="SECONDS", help="Exit after so long without a trainer; 0: never."),
         click.option("--budget-bytes", type=int, metavar="BYTES", help="Most memory of all slots of the job here."),
         click.option("--replicate-max-mbps", type=float, metavar="MBIT", help="Most megabits a second to all peers."),
-        click.option("--transport", type=click.Choice(TRANSPORTS), help="How shards go from node to node."),
-        click.option("--lanes", type=click.IntRange(1, MAX_LANES), metavar="N", help="Connections of one transfer."),
+        click.option("--transport", metavar="auto|tcp|grpc", help="How shards go from node to node."),
+        click.option("--lanes", type=int, metavar="N", help="Connections of one transfer."),
         click.option(
             "--encrypt-data/--no-encrypt-data",
             default=None,

@@ -126,6 +126,13 @@ def test_an_operators_agent_encrypts_as_trainers_would(monkeypatch, arguments, c
     assert (found.transport, found.lanes) == ("tcp", 3)
 
 
+@pytest.mark.parametrize(("option", "value"), [("transport", "udp"), ("lanes", "9")])
+def test_an_operator_hears_what_is_expected(run_python, option, value):
+    told = run_python("from flashckpt.cli import main; main()", "agent", "run", "--job", JOB, f"--{option}", value)
+    assert told.returncode == 2
+    assert f"{option}: expected" in told.stderr
+
+
 def test_what_is_unknown_or_missing_on_the_command_line_is_refused(capsys):
     for arguments in (["run"], ["run", "--jo=x"], ["walk"], []):
         with pytest.raises(SystemExit) as refused:

@@ -40,7 +40,7 @@ OUTSIDE = {
         "placement",
     },
     "checkpointer": {"persist", "torch", "state", "save", "load", "store", "opening"},
-    "opening": {"torch", "save", "load", "store", "join", "rpc"},
+    "opening": {"torch", "save", "load", "store", "join", "rpc", "agent"},  # which starts while join is imported
     "training": {"torch", "numpy", "format", "state", "save", "load", "manager", "persist"},
     "discover": {"persist"},
     "export": {"torch", "safetensors", "format", "load", "store", "persist"},
