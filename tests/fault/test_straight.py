@@ -115,6 +115,7 @@ def test_the_only_copy_is_bad():
         trainers.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["before_landing", "mid_landing", "mid_landing@4", "after_landing"])
 def test_a_rank_is_killed_while_it_fetches(place):
     with cluster_that_lost(2) as cluster:
@@ -132,6 +133,7 @@ def test_a_rank_is_killed_while_it_fetches(place):
         again.kill()
 
 
+@pytest.mark.slow
 def test_where_it_can_not_be_had_straight_the_agent_fetches_it():
     """Addresses may have changed since the launch began: agents know where a node is now."""
     with cluster_that_lost(2) as cluster:
@@ -142,6 +144,7 @@ def test_where_it_can_not_be_had_straight_the_agent_fetches_it():
         trainers.kill()
 
 
+@pytest.mark.slow
 def test_ranks_of_one_node_fetch_each_their_own():
     with Cluster(2, ranks_per_node=2) as cluster:
         before = cluster.trainers(config=CONFIG, mebibytes=MEBIBYTES)
