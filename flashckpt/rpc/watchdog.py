@@ -78,8 +78,8 @@ class Watchdog:
     def _run(self) -> None:
         while True:
             with self._state:
-                # Asleep while there is nothing to watch: an idle agent has several of these. Not where it was closed while
-                # this thread was elsewhere: nobody would wake it again.
+                # Asleep while there is nothing to watch: an idle agent has several of these. But not if it was closed
+                # while this thread was elsewhere: nobody would wake it again.
                 if not self._closed:
                     self._state.wait(self._interval if self._watched else None)
                 if self._closed:
