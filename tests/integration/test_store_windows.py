@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -32,13 +30,6 @@ with SlotStore.open(sys.argv[1], "job") as store:
     slot.view[:] = bytes([int(sys.argv[2])]) * len(slot.view)
     store.seal(slot, ShardId(Generation(1000, 77, int(sys.argv[2]), 1), 0, 2))
 """
-
-
-@pytest.fixture
-def memory_dir():
-    path = Path(tempfile.mkdtemp(prefix="flashckpt-test-", dir="/dev/shm"))
-    yield path
-    shutil.rmtree(path)
 
 
 @pytest.fixture
