@@ -27,6 +27,7 @@ from flashckpt.load.take_over import highest_epoch, put_fence, take_over
 from flashckpt.opening import open_all
 from flashckpt.persist.restore import load_newest, remember_fence, take_disk_inventory
 from flashckpt.save.attempts import Attempts
+from flashckpt.save.deferred import Deferrals
 from flashckpt.save.handle import SaveHandle
 from flashckpt.save.outcomes import CALLERS_FAULT, OUTCOMES, Outcomes
 from flashckpt.save.overlap import Overlap
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from flashckpt.group import PrivateGroup
     from flashckpt.load.recover import Found
     from flashckpt.load.result import LoadResult
+    from flashckpt.save.deferred import Deferred
     from flashckpt.save.plan import SavePlan
     from flashckpt.state.flatten import Flat
     from flashckpt.store.slots import SlotStore, StoreStatus
@@ -103,6 +105,9 @@ class Checkpointer:
         self._attempts = Attempts(self._settings.job, self._store, self._writer)
         self._preparer = Preparer(self.config, self._topology, self._group, self._store, self._writer)
         self._overlap = Overlap()
+        self._deferrals = Deferrals(
+            recheck=self._settings.rechecks, threads=self._threads, timeout=self.config.save_timeout
+        )
         self._prewarm = Prewarm()
 
     # --- save -----------------------------------------------------------------------------------------------
@@ -114,6 +119,8 @@ class Checkpointer:
         *,
         extra: Mapping[str, Any] | None = None,
         overlap: bool = False,
+        defers: Callable[[str, torch.Tensor], bool] | None = None,
+        on_begin: Callable[[SaveHandle], None] | None = None,
     ) -> SaveHandle:
         """Copies the state to this node's memory. Once this returns the tensors may be mutated.
 
@@ -122,7 +129,11 @@ class Checkpointer:
 
         With `overlap` the copy runs in a thread, and tensors may be mutated once `handle.wait("staged")` has returned;
         other values are taken here and now. The next call waits for it. Whoever can't wait any longer calls
-        `handle.give_up()` before it mutates them: then the copy is thrown away.
+        `handle.give_up()` before it mutates them: then the copy is thrown away. A tensor that changes all the same is
+        found: the shard is not sealed, the outcome says which it was, and from then on it is copied before this
+        returns. `defers(key, tensor)` says of which tensors the copy may be deferred at all (None: of all); large ones
+        that have not changed since the last save are deferred in any case. `on_begin` gets the handle before the copy
+        begins.
         """
         with self._alone("save"):
             if self._settings.disabled:
@@ -146,17 +157,39 @@ class Checkpointer:
                     raise
                 return self._outcomes.failed(handle, error)
             planned = time.perf_counter() - began
-            ready = when_ready(prepared.flat) if overlap else None
-
-            def write() -> None:
-                self._write(handle, generation, prepared, planned, ready)
-
             if overlap:
-                self._overlap.start(handle, write)
+                self._begin_overlapped(handle, generation, prepared, planned, defers or _defers_all, on_begin)
             else:
-                write()
+                deferred = self._deferrals.everything(handle, prepared.flat, prepared.plan)
+                self._write(handle, generation, prepared, planned, deferred, None)
             handle.blocked_seconds = time.perf_counter() - began
             return handle
+
+    def _begin_overlapped(
+        self,
+        handle: SaveHandle,
+        generation: Generation,
+        prepared: Prepared,
+        planned: float,
+        defers: Callable[[str, torch.Tensor], bool],
+        on_begin: Callable[[SaveHandle], None] | None,
+    ) -> None:
+        """Returns when the immediate tensors are copied; the deferred ones are copied in the thread."""
+        try:
+            deferred = self._deferrals.split(handle, prepared.flat, prepared.plan, defers)
+            handle.before_pass = deferred.look_again
+            ready = when_ready(prepared.flat)
+            if on_begin is not None:
+                on_begin(handle)
+            self._overlap.start(handle, lambda: self._write(handle, generation, prepared, planned, deferred, ready))
+            deferred.wait_until_taken()
+        except BaseException as error:
+            # Whatever it is (Ctrl-C, say): the caller does not get the handle, so he can't wait for the copy.
+            handle.give_up()
+            if self._overlap.handle is not handle and handle.outcome is None:
+                self._slots.void(generation)
+                self._outcomes.ended(handle, Outcome.FAILED, f"interrupted: {error!r}")
+            raise
 
     def _write(
         self,
@@ -164,6 +197,7 @@ class Checkpointer:
         generation: Generation,
         prepared: Prepared,
         planned: float,
+        deferred: Deferred,
         ready: Mapping[torch.device, torch.Event] | None,
     ) -> None:
         """The part of a save that moves bytes. Local; also in the thread of an overlapped save."""
@@ -171,7 +205,7 @@ class Checkpointer:
         try:
             self._finish_prewarm(self.config.save_timeout)
             written = self._writer.write(
-                shard, prepared.plan, prepared.flat, prepared.values, on_staged=handle.stage, ready=ready
+                shard, prepared.plan, prepared.flat, prepared.values, deferred=deferred, ready=ready
             )
         except BaseException as error:
             self._slots.void(generation)
@@ -181,6 +215,8 @@ class Checkpointer:
                 raise
             self._outcomes.failed(handle, error)
             return
+        finally:
+            deferred.took()
         handle.size_bytes = written.sealed.size_bytes
         handle.timings = dataclasses.replace(written.timings, plan=planned)
         handle.advance(Level.SEALED)
@@ -204,6 +240,7 @@ class Checkpointer:
                 return
             prepared = self._preparer.agree(self._preparer.prepare(state_dict, None))
             place = self._writer.geometry(prepared.plan, prepared.values)
+            self._deferrals.note(prepared.flat.tensors)
             self._finish_prewarm(self.config.start_timeout)
             size_bytes, rank = place.file_length_bytes, self._topology.rank
             if background:
@@ -357,7 +394,7 @@ class Checkpointer:
         timeout = 0.9 * self.config.start_timeout
         options: dict[str, Any] = {
             "job": self._settings.job,
-            "verify": self.config.verify,
+            "verify": self._settings.verifies,
             "threads": self._threads,
             "timeout": timeout,
         }
@@ -504,3 +541,7 @@ class Checkpointer:
         self._attempts.follow()
         if self.config.persist_dir is not None and self._topology.rank == 0:
             remember_fence(self.config.persist_dir, fence, self.config.save_timeout)
+
+
+def _defers_all(_key: str, _tensor: torch.Tensor) -> bool:
+    return True

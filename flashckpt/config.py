@@ -26,6 +26,7 @@ ENVIRONMENT = {
     "advertise": "FLASHCKPT_ADVERTISE",
     "port": "FLASHCKPT_PORT",
     "agent": "FLASHCKPT_AGENT",
+    "verify": "FLASHCKPT_VERIFY",
     "tls_cert": "FLASHCKPT_TLS_CERT",
     "tls_key": "FLASHCKPT_TLS_KEY",
     "tls_ca": "FLASHCKPT_TLS_CA",
@@ -160,8 +161,11 @@ class CheckpointConfig:
     threads: int | None = None
     """Threads that copy and verify. Default: the usable cores shared by the ranks of this node, at most 8."""
 
-    verify: bool = True
-    """Check every chunk's CRC32C while loading."""
+    verify: bool | Literal["recheck"] | None = None
+    """Check every chunk's CRC32C while loading (default). "recheck": also take checksums of what an overlapped save has
+    yet to copy, in save(), and compare them with the copy before it counts: finds changes that torch's version counters
+    do not show (through `.data` or NumPy, by a graph replay), for a read of the state on the training thread. The first
+    two saves of each launch are checked so in any case. Default: FLASHCKPT_VERIFY (recheck, on or off), else True."""
 
     on_busy: Literal["wait", "skip"] = "wait"
     """When all slots hold generations that are still needed (the previous one is not replicated yet): wait, up to
@@ -253,6 +257,7 @@ class CheckpointConfig:
             ("on_busy", ("wait", "skip")),
             ("on_save_error", ("log", "raise")),
             ("agent", (None, "auto", "off")),
+            ("verify", (None, True, False, "recheck")),
             ("transport", ("auto", "tcp", "grpc")),
             ("fetch", ("tensors", "memory")),
             ("encrypt_data", (None, True, False)),
@@ -374,6 +379,8 @@ class Settings:
     port: int  # 0: any
     tls_files: tuple[str, str, str] | None  # certificate, key, CA; None: made for each launch
     uses_agent: bool
+    verifies: bool  # checksums, while loading
+    rechecks: bool  # every overlapped save, by checksums
     disabled: bool
 
     @property
@@ -404,6 +411,7 @@ def resolve(config: CheckpointConfig, environ: Mapping[str, str] = os.environ) -
     agent = given("agent") or "auto"
     if agent not in ("auto", "off"):
         raise ConfigError(f"FLASHCKPT_AGENT: expected auto or off, found {agent!r}")
+    verify = _verify(given("verify"))
     return Settings(
         config=config,
         job=job,
@@ -414,8 +422,19 @@ def resolve(config: CheckpointConfig, environ: Mapping[str, str] = os.environ) -
         port=_port(given("port")),
         tls_files=_tls_files(given("tls_cert"), given("tls_key"), given("tls_ca")),
         uses_agent=agent == "auto",
+        verifies=verify is not False,
+        rechecks=verify == "recheck",
         disabled=disabled,
     )
+
+
+def _verify(value: bool | str | None) -> bool | str:
+    if value is None or isinstance(value, bool):
+        return value is not False
+    known: dict[str, bool | str] = {"recheck": "recheck", "on": True, "1": True, "off": False, "0": False}
+    if value not in known:
+        raise ConfigError(f"FLASHCKPT_VERIFY: expected recheck, on or off, found {value!r}")
+    return known[value]
 
 
 def _port(value: int | str | None) -> int:

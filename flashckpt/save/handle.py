@@ -45,6 +45,7 @@ class SaveHandle:
         self._highest = highest  # the level in memory that this launch can bring a generation to
         self._persists = persists  # whether there is a persistent tier
         self.ask_persist: Callable[[], None] | None = None  # asks for a flush, once somebody waits for it
+        self.before_pass: Callable[[], None] | None = None  # the gate calls it once, before it lets the first one pass
         self._given_up = False  # the tensors may have changed while they were copied: it must not be sealed
         self._stopped = ""  # why it will never get further than it is
         self._level = Level.NONE
@@ -93,6 +94,8 @@ class SaveHandle:
             if ended and self._level < wanted and self._outcome in (None, Outcome.OK):
                 self.reason = self._stopped
                 return Outcome.FAILED
+        if ended:
+            self.before_pass = None  # who has waited may change tensors without the gate
         if not ended:
             raise DeadlineError(
                 f"step {self.step}: expected level {wanted.name.lower()} within {timeout} s, "
@@ -100,6 +103,15 @@ class SaveHandle:
                 step=self.step,
             )
         return self._outcome or Outcome.OK
+
+    def wait_until_copied(self, timeout: float) -> bool:
+        """Return True once no tensor is read any more: the save is STAGED, or has ended. False after `timeout`."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.is_copied, timeout)
+
+    @property
+    def is_copied(self) -> bool:
+        return self._level >= Level.STAGED or self._outcome is not None
 
     @property
     def persists(self) -> bool:
@@ -149,6 +161,16 @@ class SaveHandle:
                 return False
             self._given_up = True
             return True
+
+    @property
+    def is_given_up(self) -> bool:
+        return self._given_up
+
+    def let_pass(self) -> None:
+        """At the gate, once tensors may be changed, before they are. Does its work once."""
+        look, self.before_pass = self.before_pass, None
+        if look is not None and not self._given_up:
+            look()
 
     def stop(self, reason: str) -> None:
         """It will never get further. Where it is beyond that already, nothing changes."""

@@ -8,7 +8,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
 from flashckpt.errors import DeadlineError
-from flashckpt.types import Level
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,14 +66,12 @@ def wait_until_staged(handle: SaveHandle, timeout: float) -> float:
     A copy that takes longer than `timeout` is thrown away: training goes on, and what it changes from now on must
     not reach a shard.
     """
-    if handle.level >= Level.STAGED or handle.outcome is not None:
+    if handle.is_copied and handle.before_pass is None:
         return 0.0
     began = time.perf_counter()
-    try:
-        handle.wait(Level.STAGED, timeout)
-    except DeadlineError:
-        if handle.give_up():
-            log.warning("step %d: not copied within %.1f s; the save is given up", handle.step, timeout)
+    if not handle.wait_until_copied(timeout) and handle.give_up():
+        log.warning("step %d: not copied within %.1f s; the save is given up", handle.step, timeout)
+    handle.let_pass()
     held = time.perf_counter() - began
     handle.blocked_seconds += held
     return held

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flashckpt.devices import Copier
-from flashckpt.errors import BusyError, FencedError
+from flashckpt.errors import FencedError
 from flashckpt.failpoints import failpoint
 from flashckpt.format.shard import DEFAULT_CHUNK_BYTES, Geometry, encode_header, geometry, seal_bytes
 from flashckpt.save.handle import SaveTimings
@@ -19,11 +19,12 @@ from flashckpt.save.snapshot import snapshot
 from flashckpt.types import Launch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     import torch
 
     from flashckpt.config import CheckpointConfig
+    from flashckpt.save.deferred import Deferred
     from flashckpt.save.plan import SavePlan
     from flashckpt.state.flatten import Flat
     from flashckpt.store.slots import Sealed, SlotStore
@@ -64,12 +65,13 @@ class ShardWriter:
         plan: SavePlan,
         flat: Flat,
         values: bytes,
-        on_staged: Callable[[], bool] = lambda: True,
+        deferred: Deferred | None = None,
         ready: Mapping[torch.device, torch.Event] | None = None,
     ) -> Written:
-        """Raises NoSpaceError, BusyError or FencedError; whatever it raises, no earlier shard was touched.
+        """Raises NoSpaceError, BusyError, ChangedError, FencedError; whatever it raises, no earlier shard was touched.
 
-        `on_staged` says whether the copy still counts. `ready`: see Copier.copy.
+        `deferred` proves that the copy is the state at save(); None: the caller has a copy of his own. `ready`: see
+        Copier.copy.
         """
         began = time.perf_counter()
         self._refuse_if_fenced()
@@ -87,13 +89,11 @@ class ShardWriter:
                 threads=self._threads,
                 copier=self._copier,
                 ready=ready,
+                deferred=deferred,
             )
+            if deferred is not None:
+                deferred.stage(data)
             data.release()
-            if not on_staged():
-                raise BusyError(
-                    f"{shard}: not copied within save_timeout ({self._config.save_timeout:g} s), training went on",
-                    hint="a loaded host copies slowly: overlap=False, fewer saves, or more cores",
-                )
             copied = time.perf_counter()
             header = encode_header(
                 job=self._job,

@@ -83,18 +83,12 @@ class OptimizerState:
         self._templates: list[_Template] = []
         self._names: dict[int, _Names] = {}
 
-    def capture(self, overlap: bool) -> dict[str, Any]:
+    def capture(self) -> dict[str, Any]:
         """For a save. An optimizer that has not taken a step yet is not made to take one: it has options only."""
         merged: dict[str, Any] = {STATE: {}, GROUPS: {}, TENSORS: {}}
         for owned in self.owned:
             state = self._told(owned) or self._ask(owned)
             _merge(merged, state, Renaming(), lambda options: encode_once(options) or options)
-        if overlap:
-            # A scheduler changes a learning rate that is a tensor outside of optimizer.step().
-            merged[TENSORS] = {
-                name: {key: value.clone() for key, value in tensors.items()}
-                for name, tensors in merged[TENSORS].items()
-            }
         return _without_empty(merged)
 
     def _ask(self, owned: Owned) -> dict[str, Any]:
