@@ -14,7 +14,6 @@ import os
 import signal
 import threading
 import warnings
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -576,11 +575,11 @@ def two_saves_of_one_state(run):
     """A save right behind another one; then training goes on."""
     model = net(run)
     optimizer = adamw(model)
-    manager = run.manage(model, optimizer)
+    run.manage(model, optimizer)
 
     def cycle():
         if run.saves:
-            manager.save(run.handle.step + 1)
+            run.save_besides()
         backward(run, model)
         optimizer.step()
         optimizer.zero_grad()
@@ -665,9 +664,10 @@ def _pruned(run):
 
 
 def _observed(run):
-    from torch.ao.quantization import MovingAverageMinMaxObserver, default_fake_quant
+    from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver
 
-    return nn.Sequential(net(run), MovingAverageMinMaxObserver(), default_fake_quant())
+    fake = FakeQuantize(MovingAverageMinMaxObserver, quant_min=0, quant_max=255)
+    return nn.Sequential(net(run), MovingAverageMinMaxObserver(), fake)
 
 
 for _name, _make in {
@@ -1511,15 +1511,15 @@ def parameters_in_shared_memory(run):
         shared.copy_(p.detach())
         module = model[int(name.partition(".")[0])]
         setattr(module, name.rpartition(".")[2], nn.Parameter(shared))
-        file = run.cleanup.enter_context(Path(path).open("r+b", buffering=0))
-        files.append((file, p.nbytes))
+        files.append((os.open(path, os.O_RDWR), p.nbytes))
         run.cleanup.callback(os.unlink, path)
+        run.cleanup.callback(os.close, files[-1][0])
     optimizer = adamw(model)
     run.manage(model, optimizer)
 
     def write():
-        for file, length in files:
-            os.pwrite(file.fileno(), bytes([run.saves]) * length, 0)
+        for descriptor, length in files:
+            os.pwrite(descriptor, bytes([run.saves]) * length, 0)
 
     return trained(run, model, optimizer, before=write)
 
@@ -1575,6 +1575,192 @@ def storage_released_after_save(run):
             state["exp_avg"].copy_(kept)
 
     return misbehaves(run, release)
+
+
+# Large ones: what is copied in save() is cloned only up to a few MiB, and what did not change for long may be deferred.
+
+
+def _large(run, **options):
+    """2 MiB."""
+    return torch.zeros(512, 1024, device=run.device, **options)
+
+
+class _Banked(nn.Module):
+    """A memory bank of a few MiB that a forward pass writes to, when it is told to."""
+
+    def __init__(self, run, buffers):
+        super().__init__()
+        self.net = net(run)
+        self.writes = True
+        for number in range(buffers):
+            self.register_buffer(f"bank{number}", _large(run))
+
+    @torch.no_grad()
+    def write(self):
+        for bank in self.buffers():
+            bank.add_(1)
+
+    def forward(self, x):
+        if self.writes:
+            self.write()
+        return self.net(x)
+
+
+@right()
+def large_buffers_changed_in_forward(run):
+    model = _Banked(run, 4)
+    optimizer = adamw(model)
+    run.manage(model, optimizer)
+    return trained(run, model, optimizer)
+
+
+@right(saves=6)
+def large_buffer_changed_now_and_then(run):
+    """Between some saves nobody writes to it: that it was steady once does not mean that it is."""
+    model = _Banked(run, 1)
+    optimizer = adamw(model)
+    run.manage(model, optimizer)
+
+    def cycle():
+        model.writes = run.saves % 3 == 0
+        backward(run, model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return cycle
+
+
+@right(saves=6)
+def large_states_changed_now_and_then(run):
+    """A replay buffer, say."""
+    model = net(run)
+    optimizer = adamw(model)
+    replay = {"rows": _large(run)}
+    run.manage(model, optimizer, states={"replay": replay})
+
+    def write():
+        if run.saves % 3 == 0:
+            replay["rows"].add_(1)
+
+    return trained(run, model, optimizer, before=write)
+
+
+@right(saves=6, **on_host)
+def large_states_written_by_numpy_now_and_then(run):
+    """States may change at any time, however it is done."""
+    model = net(run)
+    optimizer = adamw(model)
+    replay = {"rows": _large(run)}
+    rows = replay["rows"].numpy()
+    run.manage(model, optimizer, states={"replay": replay})
+
+    def write():
+        if run.saves % 3 == 0:
+            rows[:] += 1
+
+    return trained(run, model, optimizer, before=write)
+
+
+def _large_teacher(run, **settings):
+    model = nn.ModuleDict({"student": nn.Linear(16, 4), "teacher": nn.Linear(1024, 512)}).to(run.device)
+    model["teacher"].requires_grad_(False)
+    optimizer = adamw(model["student"])
+    run.manage(model, optimizer, **settings)
+    return model, optimizer
+
+
+@may_refuse()
+def large_teacher(run):
+    model, optimizer = _large_teacher(run)
+
+    @torch.no_grad()
+    def follow():
+        for p in model["teacher"].parameters():
+            p.mul_(0.9).add_(1)
+
+    return trained(run, model["student"], optimizer, before=follow)
+
+
+@may_refuse()
+def large_teacher_by_data(run):
+    """Its version counters never move: it looks as if it were frozen."""
+    model, optimizer = _large_teacher(run)
+
+    def follow():
+        for p in model["teacher"].parameters():
+            p.data.mul_(0.9).add_(1)
+
+    return trained(run, model["student"], optimizer, before=follow)
+
+
+@may_refuse(saves=7)
+def large_teacher_from_the_fourth_save_on(run):
+    """An average that starts after a warm-up."""
+    model, optimizer = _large_teacher(run)
+
+    @torch.no_grad()
+    def follow():
+        if run.saves >= 4:
+            for p in model["teacher"].parameters():
+                p.mul_(0.9).add_(1)
+
+    return trained(run, model["student"], optimizer, before=follow)
+
+
+@may_refuse(saves=7)
+def large_teacher_by_data_from_the_fourth_save_on(run):
+    model, optimizer = _large_teacher(run, verify="recheck")
+
+    def follow():
+        if run.saves >= 4:
+            for p in model["teacher"].parameters():
+                p.data.mul_(0.9).add_(1)
+
+    return trained(run, model["student"], optimizer, before=follow)
+
+
+@may_refuse(saves=7, **on_host)
+def written_by_numpy_from_the_fourth_save_on(run):
+    """Later than the saves that are checksummed by themselves: only `verify="recheck"` finds it."""
+
+    def write(model, _):
+        if run.saves >= 4:
+            for p in model.parameters():
+                p.detach().numpy()[...] *= 0.5
+
+    return misbehaves(run, write, verify="recheck")
+
+
+@may_refuse()
+def large_pair_with_one_optimizer_given(run):
+    """The critic is larger than what save() clones."""
+    model = nn.ModuleDict({"generator": nn.Linear(16, 1024), "critic": nn.Linear(1024, 1536)}).to(run.device)
+    given = adamw(model["generator"])
+    other = torch.optim.SGD(model["critic"].parameters(), lr=0.1)
+    run.manage(model, given)
+
+    def cycle():
+        model["critic"](model["generator"](batch(run)).detach()).square().mean().backward()
+        other.step()
+        other.zero_grad()
+        model["critic"](model["generator"](batch(run))).square().mean().backward()
+        given.step()
+        given.zero_grad()
+
+    return cycle
+
+
+@may_refuse()
+def large_model_clamped_by_data(run):
+    model = nn.Sequential(nn.Linear(16, 1024), nn.Linear(1024, 1024)).to(run.device)
+    optimizer = adamw(model)
+    run.manage(model, optimizer)
+
+    def clamp():
+        for p in model.parameters():
+            p.data.clamp_(-0.01, 0.01)
+
+    return trained(run, model, optimizer, before=clamp)
 
 
 # Where the manager has to remember whom it caught.
@@ -1703,6 +1889,128 @@ def optimizer_that_steps_an_inner_one(run):
     wrapper = _Lookahead(adamw(model))
     run.manage(model, wrapper)
     return trained(run, model, wrapper.base)
+
+
+class _WithoutInit(torch.optim.Optimizer):
+    """As many wrappers are written: torch's own __init__ is never called, and torch runs no hooks at its step()."""
+
+    def __init__(self, base):
+        self.base = base
+        self.defaults, self.param_groups, self.state = base.defaults, base.param_groups, base.state
+
+    def zero_grad(self, set_to_none=True):
+        self.base.zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.mul_(0.99)
+        self.base.step()
+
+
+@may_refuse()
+def wrapper_without_init(run):
+    model = net(run)
+    wrapper = _WithoutInit(adamw(model))
+    run.manage(model, wrapper.base)
+    return trained(run, model, wrapper)
+
+
+@may_refuse()
+def closure_that_changes_parameters(run):
+    """It climbs before it differentiates."""
+    model = net(run)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.manage(model, optimizer)
+
+    def closure():
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(0.01)
+        return backward(run, model)
+
+    return lambda: optimizer.step(closure)
+
+
+def _step_compiled_early(run, backend):
+    model = net(run)
+    optimizer = adamw(model, lr=torch.tensor(1e-2))
+    step = torch.compile(optimizer.step, backend=backend)
+
+    def train():
+        backward(run, model)
+        step()
+        optimizer.zero_grad()
+
+    for _ in range(2):
+        train()
+    run.manage(model, optimizer)
+    return train
+
+
+@may_refuse()
+def step_compiled_before_the_manager(run):
+    """Whether it learns of the manager's hook is torch's affair."""
+    return _step_compiled_early(run, "eager")
+
+
+@may_refuse(slow=True, **on_host)
+def step_compiled_by_inductor_before_the_manager(run):
+    return _step_compiled_early(run, "inductor")
+
+
+@right()
+def closure_that_raises(run):
+    model = net(run)
+    optimizer = adamw(model)
+    run.manage(model, optimizer)
+
+    def failing():
+        backward(run, model)
+        raise ValueError("not finite")
+
+    def closure():
+        optimizer.zero_grad()
+        return backward(run, model)
+
+    def cycle():
+        with contextlib.suppress(ValueError):
+            optimizer.step(failing)
+        optimizer.step(closure)
+
+    return cycle
+
+
+@right(saves=6)
+def interrupted_in_save(run):
+    """Ctrl-C within save(); then training goes on. What was interrupted is gone, or right."""
+    model = _Banked(run, 4)  # more than is cloned: save() waits for it
+    optimizer = adamw(model)
+    run.manage(model, optimizer)
+    interrupts = []
+
+    def interrupt(*_):
+        interrupts.append(True)
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    run.cleanup.callback(signal.signal, signal.SIGALRM, previous)
+
+    def cycle():
+        if run.saves and run.delayed:
+            with contextlib.suppress(KeyboardInterrupt):
+                run.wait_until_copied()
+                signal.setitimer(signal.ITIMER_REAL, (0.0005, 0.002, 0.01)[run.saves % 3])
+                run.save_besides()
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            run.note("an interrupt came within save()", bool(interrupts))
+        backward(run, model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return cycle
 
 
 # --- must be right: what looks like a change and is none, and users who do as they are told -------------------
