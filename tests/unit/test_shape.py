@@ -198,7 +198,15 @@ def test_public_names():
     for name in flashckpt.__all__:
         assert getattr(flashckpt, name) is not None
     assert set(flashckpt.__all__) == {
-        *("AmbiguousHistoryError", "BusyError", "CheckpointConfig", "Checkpointer", "ClosedError", "ConfigError"),
+        *(
+            "AmbiguousHistoryError",
+            "BusyError",
+            "ChangedError",
+            "CheckpointConfig",
+            "Checkpointer",
+            "ClosedError",
+            "ConfigError",
+        ),
         *("ConflictError", "CorruptShardError", "DeadlineError", "FencedError", "FlashError", "Generation"),
         *("IncompatibleError", "InternalError", "Level", "LoadResult", "MissingKeyError", "NoSpaceError"),
         *(
