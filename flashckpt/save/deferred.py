@@ -11,14 +11,14 @@ import logging
 import threading
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from flashckpt.errors import BusyError, ChangedError
 from flashckpt.save.checksums import Checksums
 from flashckpt.state.regions import local_parts, plain_local
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-
-    import torch
 
     from flashckpt.save.handle import SaveHandle
     from flashckpt.save.plan import SavePlan
@@ -146,6 +146,7 @@ class Deferred:
         self._taken = threading.Event()
         self._lock = threading.Lock()  # protects what follows: the copying thread and callers at the gate
         self._changed: list[str] | None = None  # once it is decided
+        self._events: Mapping[torch.device, torch.Event] = {}
 
     def took(self) -> None:
         """Tell save() that the immediate tensors are copied, or that they never will be."""
@@ -155,6 +156,23 @@ class Deferred:
         """Hold save() until its immediate tensors are copied. A copy that takes too long is thrown away."""
         if self.immediate and not self._taken.wait(self._timeout) and self._handle.give_up():
             log.warning("step %d: not copied within %.1f s; the save is given up", self._handle.step, self._timeout)
+
+    def queue(self, events: Mapping[torch.device, torch.Event]) -> None:
+        """All copies are made, or queued before `events`. Let the gate pass in the stream where the proof allows it.
+
+        Checksums are compared with the finished copy, and a change must not come before that.
+        """
+        if self._overlapped and events and self._checksums is None:
+            self._events = events
+            self._handle.queue(self)
+
+    def pass_in_stream(self) -> None:
+        """At the gate. What the caller changes from now on is no change during the copy: the verdict is taken here."""
+        with self._lock:
+            if self._changed is None:
+                self._changed = self._versions_changed()
+        for device, event in self._events.items():
+            torch.accelerator.current_stream(device).wait_event(event)
 
     def stage(self, data: memoryview) -> None:
         """The copy is made. Raise where it must not be sealed: BusyError, ChangedError."""
