@@ -64,6 +64,7 @@ class CheckpointerStatus:
     saves: dict[str, int]  # how many ended how
     last_problem: str
     store: StoreStatus
+    device_copies: dict[str, str]  # device type → "registered", "ring" or "plain": how its tensors are copied
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +207,7 @@ class Checkpointer:
             place = self._writer.geometry(prepared.plan, prepared.values)
             self._finish_prewarm(self.config.start_timeout)
             size_bytes, rank = place.file_length_bytes, self._topology.rank
+            self._writer.expect(prepared.flat)
             if background:
                 self._prewarm.start(lambda: self._slots.prepare(size_bytes, rank))
             else:
@@ -399,6 +401,7 @@ class Checkpointer:
             saves=dict(self._outcomes.counts),
             last_problem=self._outcomes.last_problem,
             store=self._store.status(),
+            device_copies=self._writer.device_copies,
         )
 
     def close(self) -> None:
