@@ -66,6 +66,7 @@ class CheckpointerStatus:
     saves: dict[str, int]  # how many ended how
     last_problem: str
     store: StoreStatus
+    device_copies: dict[str, str]  # device type → "registered", "ring" or "plain": how its tensors are copied
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,10 @@ class Checkpointer:
         self._preparer = Preparer(self.config, self._topology, self._group, self._store, self._writer)
         self._overlap = Overlap()
         self._deferrals = Deferrals(
-            recheck=self._settings.rechecks, threads=self._threads, timeout=self.config.save_timeout
+            recheck=self._settings.rechecks,
+            device_snapshot=self.config.device_snapshot,
+            threads=self._threads,
+            timeout=self.config.save_timeout,
         )
         self._prewarm = Prewarm()
 
@@ -243,6 +247,7 @@ class Checkpointer:
             self._deferrals.note(prepared.flat.tensors)
             self._finish_prewarm(self.config.start_timeout)
             size_bytes, rank = place.file_length_bytes, self._topology.rank
+            self._writer.expect(prepared.flat)
             if background:
                 self._prewarm.start(lambda: self._slots.prepare(size_bytes, rank))
             else:
@@ -436,6 +441,7 @@ class Checkpointer:
             saves=dict(self._outcomes.counts),
             last_problem=self._outcomes.last_problem,
             store=self._store.status(),
+            device_copies=self._writer.device_copies,
         )
 
     def close(self) -> None:

@@ -187,6 +187,16 @@ class CheckpointConfig:
     """A manager copies beside the next forward and backward pass, and `optimizer.step()` waits only for what is not
     copied yet. False: it copies in `save()`, where the host has no core to spare."""
 
+    device_copy_bytes_per_second: int | None = None
+    """Most bytes per second that a rank copies from its accelerators to host memory, all together; None: no limit.
+    Copies then go in chunks with pauses between them, so that collectives keep their share of the link; a save takes
+    longer, and without `overlap` so does `save()`. Loads are not limited."""
+
+    device_snapshot: bool = False
+    """Copy tensors on accelerators to device memory first, in the order of the caller's stream, and from there to the
+    host: nothing that is queued behind `save()` can change what is saved, a replay of a CUDA graph included. Takes
+    device memory for that long; tensors that it has no room for are copied as without."""
+
     prewarm: bool = True
     """A manager makes the memory for its saves in the background, at the first step that is not saved: the first save
     then is as quick as the others. False: the first saves make it."""
@@ -230,7 +240,14 @@ class CheckpointConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
                 raise ConfigError(f"{name}: expected an integer of at least {minimum}, found {value!r}")
-        for name in ("persist_interval", "threads", "memory_budget_bytes", "keep_every", "slots_per_rank"):
+        for name in (
+            "persist_interval",
+            "threads",
+            "memory_budget_bytes",
+            "keep_every",
+            "slots_per_rank",
+            "device_copy_bytes_per_second",
+        ):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigError(f"{name}: expected a positive integer or None, found {value!r}")
@@ -290,6 +307,7 @@ class CheckpointConfig:
             raise ConfigError(f"async_mode: expected one of {_ASYNC_MODES}, found {self.async_mode!r}")
         for name in (
             "overlap",
+            "device_snapshot",
             "enable_first_step_checkpoint",
             "load_only",
             "initial_load_model_only",
