@@ -104,7 +104,9 @@ class Checkpointer:
         self._disk_epoch = 0  # the highest that a load saw in persist_dir
         self._writer = ShardWriter(self._store, self._slots, self._settings.job, self.config, self._threads)
         self._attempts = Attempts(self._settings.job, self._store, self._writer)
-        self._preparer = Preparer(self.config, self._topology, self._group, self._store, self._writer)
+        self._preparer = Preparer(
+            self.config, self._topology, self._group, self._store, self._writer, self._settings.job
+        )
         self._overlap = Overlap()
         self._deferrals = Deferrals(
             recheck=self._settings.rechecks,
@@ -148,7 +150,7 @@ class Checkpointer:
             # Before anything that can fail on this rank alone: an attempt counts also where it comes to nothing.
             generation = self._attempts.next(step)
             try:
-                prepared = self._preparer.prepare(state_dict, extra)
+                prepared = self._preparer.prepare(state_dict, extra, generation)
             except BaseException:
                 self._slots.void(generation)
                 raise
@@ -402,6 +404,7 @@ class Checkpointer:
             "verify": self._settings.verifies,
             "threads": self._threads,
             "timeout": timeout,
+            "warns": self.config.same_on_ranks == "check",
         }
         if alone:
             return Ground.alone(self._topology, self._store, self._memory, **options)

@@ -180,6 +180,12 @@ class CheckpointConfig:
     start_timeout: float = 300.0
     """Seconds that start, load and the first save may wait for other ranks."""
 
+    same_on_ranks: Literal["check", "ignore"] = "check"
+    """"check": compare checksums of tensors that count as the same on all ranks (everything but DTensors and what is in
+    PerRank), and warn once where ranks differ. All of them at the first save, as far as 64 KiB of each and 64 MiB of
+    all go; a few of them at some of the later saves, among the ranks of a node. "ignore": do not. Either way each rank
+    gets them back whole from one rank, the lowest that stored them."""
+
     allow_torch_save: bool = False
     """Store values of other types as `torch.save` blobs, which load with weights_only=True."""
 
@@ -273,6 +279,7 @@ class CheckpointConfig:
         for name, allowed in (
             ("on_busy", ("wait", "skip")),
             ("on_save_error", ("log", "raise")),
+            ("same_on_ranks", ("check", "ignore")),
             ("agent", (None, "auto", "off")),
             ("verify", (None, True, False, "recheck")),
             ("transport", ("auto", "tcp", "grpc")),

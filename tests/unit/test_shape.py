@@ -43,7 +43,7 @@ OUTSIDE = {
     "opening": {"torch", "save", "load", "store", "join", "rpc", "agent"},  # which starts while join is imported
     "training": {"torch", "numpy", "format", "state", "save", "load", "manager", "persist"},
     "discover": {"persist"},
-    "export": {"torch", "safetensors", "format", "load", "store", "persist"},
+    "export": {"torch", "safetensors", "format", "load", "store", "persist", "save"},
     "manager": {"torch", "checkpointer", "training", "save", "load"},
     "dcp": {"torch", "checkpointer", "opening", "join", "state", "save", "load", "format", "store"},
     "devices": {"torch"},
@@ -92,6 +92,7 @@ PURE = [
     "training/names.py",
     "save/dedup.py",
     "save/retention.py",
+    "load/assumed.py",
     "load/choose.py",
     "load/cover.py",
     "load/plan.py",
