@@ -66,6 +66,7 @@ class CheckpointerStatus:
     saves: dict[str, int]  # how many ended how
     last_problem: str
     store: StoreStatus
+    device_copies: dict[str, str]  # device type → "registered", "ring" or "plain": how its tensors are copied
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +104,15 @@ class Checkpointer:
         self._disk_epoch = 0  # the highest that a load saw in persist_dir
         self._writer = ShardWriter(self._store, self._slots, self._settings.job, self.config, self._threads)
         self._attempts = Attempts(self._settings.job, self._store, self._writer)
-        self._preparer = Preparer(self.config, self._topology, self._group, self._store, self._writer)
+        self._preparer = Preparer(
+            self.config, self._topology, self._group, self._store, self._writer, self._settings.job
+        )
         self._overlap = Overlap()
         self._deferrals = Deferrals(
-            recheck=self._settings.rechecks, threads=self._threads, timeout=self.config.save_timeout
+            recheck=self._settings.rechecks,
+            device_snapshot=self.config.device_snapshot,
+            threads=self._threads,
+            timeout=self.config.save_timeout,
         )
         self._prewarm = Prewarm()
 
@@ -144,7 +150,7 @@ class Checkpointer:
             # Before anything that can fail on this rank alone: an attempt counts also where it comes to nothing.
             generation = self._attempts.next(step)
             try:
-                prepared = self._preparer.prepare(state_dict, extra)
+                prepared = self._preparer.prepare(state_dict, extra, generation)
             except BaseException:
                 self._slots.void(generation)
                 raise
@@ -243,6 +249,7 @@ class Checkpointer:
             self._deferrals.note(prepared.flat.tensors)
             self._finish_prewarm(self.config.start_timeout)
             size_bytes, rank = place.file_length_bytes, self._topology.rank
+            self._writer.expect(prepared.flat)
             if background:
                 self._prewarm.start(lambda: self._slots.prepare(size_bytes, rank))
             else:
@@ -397,6 +404,7 @@ class Checkpointer:
             "verify": self._settings.verifies,
             "threads": self._threads,
             "timeout": timeout,
+            "warns": self.config.same_on_ranks == "check",
         }
         if alone:
             return Ground.alone(self._topology, self._store, self._memory, **options)
@@ -436,6 +444,7 @@ class Checkpointer:
             saves=dict(self._outcomes.counts),
             last_problem=self._outcomes.last_problem,
             store=self._store.status(),
+            device_copies=self._writer.device_copies,
         )
 
     def close(self) -> None:

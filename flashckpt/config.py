@@ -180,12 +180,28 @@ class CheckpointConfig:
     start_timeout: float = 300.0
     """Seconds that start, load and the first save may wait for other ranks."""
 
+    same_on_ranks: Literal["check", "ignore"] = "check"
+    """"check": compare checksums of tensors that count as the same on all ranks (everything but DTensors and what is in
+    PerRank), and warn once where ranks differ. All of them at the first save, as far as 64 KiB of each and 64 MiB of
+    all go; a few of them at some of the later saves, among the ranks of a node. "ignore": do not. Either way each rank
+    gets them back whole from one rank, the lowest that stored them."""
+
     allow_torch_save: bool = False
     """Store values of other types as `torch.save` blobs, which load with weights_only=True."""
 
     overlap: bool = True
     """A manager copies beside the next forward and backward pass, and `optimizer.step()` waits only for what is not
     copied yet. False: it copies in `save()`, where the host has no core to spare."""
+
+    device_copy_bytes_per_second: int | None = None
+    """Most bytes per second that a rank copies from its accelerators to host memory, all together; None: no limit.
+    Copies then go in chunks with pauses between them, so that collectives keep their share of the link; a save takes
+    longer, and without `overlap` so does `save()`. Loads are not limited."""
+
+    device_snapshot: bool = False
+    """Copy tensors on accelerators to device memory first, in the order of the caller's stream, and from there to the
+    host: nothing that is queued behind `save()` can change what is saved, a replay of a CUDA graph included. Takes
+    device memory for that long; tensors that it has no room for are copied as without."""
 
     prewarm: bool = True
     """A manager makes the memory for its saves in the background, at the first step that is not saved: the first save
@@ -230,7 +246,14 @@ class CheckpointConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
                 raise ConfigError(f"{name}: expected an integer of at least {minimum}, found {value!r}")
-        for name in ("persist_interval", "threads", "memory_budget_bytes", "keep_every", "slots_per_rank"):
+        for name in (
+            "persist_interval",
+            "threads",
+            "memory_budget_bytes",
+            "keep_every",
+            "slots_per_rank",
+            "device_copy_bytes_per_second",
+        ):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigError(f"{name}: expected a positive integer or None, found {value!r}")
@@ -256,6 +279,7 @@ class CheckpointConfig:
         for name, allowed in (
             ("on_busy", ("wait", "skip")),
             ("on_save_error", ("log", "raise")),
+            ("same_on_ranks", ("check", "ignore")),
             ("agent", (None, "auto", "off")),
             ("verify", (None, True, False, "recheck")),
             ("transport", ("auto", "tcp", "grpc")),
@@ -290,6 +314,7 @@ class CheckpointConfig:
             raise ConfigError(f"async_mode: expected one of {_ASYNC_MODES}, found {self.async_mode!r}")
         for name in (
             "overlap",
+            "device_snapshot",
             "enable_first_step_checkpoint",
             "load_only",
             "initial_load_model_only",

@@ -37,6 +37,7 @@ from flashckpt.errors import (
 from flashckpt.format.layout import encode_layout, fingerprint
 from flashckpt.launch import next_launch
 from flashckpt.load.agree import StepBackError, agree
+from flashckpt.load.assumed import piece_of
 from flashckpt.load.plan import Transfer, Want
 from flashckpt.load.read import Target
 from flashckpt.load.recover import Recovery
@@ -133,13 +134,14 @@ class FlashWriter(StorageWriter):
             self._world = self._origin.topology.world
 
     def prepare_local_plan(self, plan: DcpSavePlan) -> DcpSavePlan:
-        return plan
+        # The coordinator's planner leaves each plain tensor to one rank: afterwards nobody knows who has it too.
+        return replace(plan, storage_data=tuple(item.index.fqn for item in plan.items if _is_assumed(item)))
 
     def prepare_global_plan(self, plans: list[DcpSavePlan]) -> list[DcpSavePlan]:
         # The coordinator alone sees how many ranks take part: one with no_dist, else all.
         if self._world is None:
             self._world = len(plans)
-        return plans
+        return _assumed_to_lowest(plans)
 
     def write_data(self, plan: DcpSavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes and seals this rank's shard. Errors reach DCP, which tells all ranks."""
@@ -153,13 +155,15 @@ class FlashWriter(StorageWriter):
                 hint="make a Checkpointer with that process_group and a job name of its own",
             )
         tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
+        tensors.sort(key=lambda item: not _is_assumed(item))  # as save/plan.py lays them out
         flat, ours = _plan_tensors(tensors, planner)
         for item in plan.items:
             if item.type == WriteItemType.BYTE_IO:
                 flat.values[item.index.fqn] = _value(item, planner)
         paths = getattr(planner, "mappings", {})
         flat.paths.update({fqn: paths[fqn] for fqn in flat.values if fqn in paths})
-        values = pack(flat, None, self._origin.settings.config.allow_torch_save)
+        allow_torch_save = self._origin.settings.config.allow_torch_save
+        values = pack(flat, None, allow_torch_save, assumed_bytes=ours.assumed_bytes)
         if self._checkpointer is not None:
             self.generation = self._checkpointer.write_for_dcp(step, self._rank, world, ours, flat, values)
         else:
@@ -209,7 +213,7 @@ def _plan_tensors(items: list[WriteItem], planner: SavePlanner) -> tuple[Flat, S
     paths = getattr(planner, "mappings", {})
     flat = Flat()
     entries, sources = [], []
-    offset = 0
+    offset = assumed_bytes = 0
     for number, item in enumerate(items):
         tensor, data = planner.resolve_data(item), item.tensor_data
         if data is None or not isinstance(tensor, torch.Tensor):
@@ -234,9 +238,33 @@ def _plan_tensors(items: list[WriteItem], planner: SavePlanner) -> tuple[Flat, S
             )
         )
         offset += length
+        if _is_assumed(item):
+            assumed_bytes = offset
     layout_bytes = encode_layout(Layout(tuple(entries)))
-    plan = SavePlan(tuple(sources), layout_bytes, fingerprint(layout_bytes), aligned(offset), tag=0)
+    digest = fingerprint(layout_bytes)
+    plan = SavePlan(tuple(sources), layout_bytes, digest, aligned(offset), tag=0, assumed_bytes=assumed_bytes)
     return flat, plan
+
+
+def _is_assumed(item: WriteItem) -> bool:
+    """DCP's word for a whole tensor that is no DTensor, see state/regions.py."""
+    return item.type == WriteItemType.TENSOR
+
+
+def _assumed_to_lowest(plans: list[DcpSavePlan]) -> list[DcpSavePlan]:
+    """Has the lowest rank that has it write each plain tensor, where DCP would spread them over all ranks."""
+    lowest: dict[str, int] = {}
+    for rank, plan in enumerate(plans):
+        for fqn in plan.storage_data or ():
+            lowest.setdefault(fqn, rank)
+    # With DCP's cached plans some come without what they hold: their ranks write what they wrote the last time.
+    if not all(getattr(plan, "usable", True) for plan in plans):
+        return plans
+    items: list[list[WriteItem]] = [[] for _ in plans]
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            items[lowest.get(item.index.fqn, rank) if _is_assumed(item) else rank].append(item)
+    return [replace(plan, items=its, storage_data=None) for plan, its in zip(plans, items, strict=True)]
 
 
 def _value(item: WriteItem, planner: SavePlanner) -> Any:
@@ -342,7 +370,7 @@ class FlashReader(StorageReader):
                 if item.type == LoadItemType.BYTE_IO:
                     _, value = attempt.catalogue.value(item.storage_index.fqn, self._rank)
                     planner.load_bytes(item, _to_stream(value))
-            stored = _pieces(attempt)
+            stored = _pieces(attempt, [item.storage_index.fqn for item in tensors])
             for item in tensors:
                 resolved.append(planner.resolve_tensor(item))
                 transfer, target = _transfer(item, resolved[-1], stored, attempt.reader, len(targets))
@@ -410,12 +438,20 @@ def _metadata(attempt: Attempt) -> Metadata:
     return Metadata(state_dict_metadata=described, planner_data=paths, storage_data=storage)
 
 
-def _pieces(attempt: Attempt) -> dict[tuple[str, tuple[int, ...]], Piece]:
-    """What DCP's storage index names: the nearest stored region of that key at those offsets."""
+def _pieces(attempt: Attempt, keys: list[str]) -> dict[tuple[str, tuple[int, ...]], Piece]:
+    """What DCP's storage index names: the nearest stored region of that key at those offsets.
+
+    Of the assumed tensors among `keys`, those to be read, the one that has to be taken.
+    """
     reader = attempt.reader
+    sources = attempt.sources(dict.fromkeys(keys))
     found: dict[tuple[str, tuple[int, ...]], Piece] = {}
     for (fqn, layout), pieces in attempt.stored.items():
         if layout not in (None, reader.layout):
+            continue
+        if layout is None and fqn in sources:
+            piece = piece_of(pieces, sources[fqn])
+            found[(fqn, piece.entry.box.offsets)] = piece._replace(ranks=(sources[fqn],))
             continue
         for piece in pieces:
             key = (fqn, piece.entry.box.offsets)

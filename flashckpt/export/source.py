@@ -12,9 +12,11 @@ import torch
 from flashckpt.errors import NotFoundError, UnusableError
 from flashckpt.format.layout import decode_layout
 from flashckpt.format.shard import read_envelope
+from flashckpt.load.assumed import AssumedTensors, only_from_one
 from flashckpt.load.cover import index, uncovered
 from flashckpt.load.read import OpenShard, read_range
 from flashckpt.persist.elsewhere import open_path, read_tensor
+from flashckpt.save.values import unpack
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -101,14 +103,18 @@ def memory_source(store: SlotStore, job: str, generation: Generation) -> Iterato
             hint="export a persisted step, or on a node that holds all shards",
         )
     with contextlib.ExitStack() as opened:
-        shards, layouts = {}, []
+        shards, layouts, ends = {}, [], []
         for rank in range(world):
             fd = store.open_shard(found[rank])
             opened.callback(os.close, fd)
             envelope = read_envelope(fd, expect=found[rank].shard, job=job)
             layouts.append(decode_layout(envelope.layout_bytes, f"{found[rank].shard}: layout"))
             shards[rank] = OpenShard(fd, envelope, layouts[-1])
-        stored = index(layouts, [(rank,) for rank in range(world)])
+            where = envelope.values_offset_bytes, envelope.values_length_bytes
+            ends.append(unpack(read_range(shards[rank], rank, *where, True)).assumed_bytes)
+        owners = [(rank,) for rank in range(world)]
+        assumed = AssumedTensors(layouts, owners, ends, dict.fromkeys(range(world), 0))
+        stored = only_from_one(index(layouts, owners), assumed)
         problems = uncovered(stored)
         if problems:
             raise UnusableError(f"{generation}: {'; '.join(problems[:4])}")

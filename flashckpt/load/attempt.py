@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
+import struct
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -12,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from flashckpt.collector import collector_paused
-from flashckpt.errors import CorruptShardError, IncompatibleError, InternalError, NotFoundError
+from flashckpt.errors import CorruptShardError, FlashError, IncompatibleError, InternalError, NotFoundError
 from flashckpt.failpoints import failpoint
 from flashckpt.format.shard import read_envelope
 from flashckpt.load import catalogue as catalogues
@@ -24,9 +26,10 @@ from flashckpt.load.progress import Progress
 from flashckpt.load.read import OpenShard, count_writes, pieces_for, read
 from flashckpt.load.sources import Fetcher, deal_out, decode_needs, encode_needs, needs_of, plan_retrievals
 from flashckpt.load.straight import retrieve_straight
+from flashckpt.save.same import WAYS_ON
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from flashckpt.load.ground import Ground
     from flashckpt.load.inventory import Copies, Copy
@@ -34,6 +37,10 @@ if TYPE_CHECKING:
     from flashckpt.load.read import Target
     from flashckpt.load.result import SourceName
     from flashckpt.types import Retrieval
+
+log = logging.getLogger(__name__)
+
+_TABLE = struct.Struct("<II")  # rank, bytes of the checksum table that follows
 
 
 class Attempt:
@@ -49,6 +56,7 @@ class Attempt:
         self.near = frozenset(copies.on(ground.node))  # ranks whose shards lie on this node
         self.catalogue: Catalogue
         self.stored: Index = {}
+        self._references: dict[int, bytes] = {}  # rank → checksum table of its assumed tensors, where others differ
         self.shards: dict[int, OpenShard] = {}  # by rank: those that this rank reads
         self.fetched: frozenset[int] = frozenset()  # ranks whose shards came from other nodes, for this rank
         self.touched = False  # tensors may have been written to
@@ -109,6 +117,54 @@ class Attempt:
             problem = uncovered(self.stored)
         if problem:
             raise StepBackError("; ".join(problem[:4]))
+        self._compare()
+
+    def _compare(self) -> None:
+        """Learns where the copies of assumed tensors differ between ranks: from the lowest rank that has them, one
+        checksum for each of its chunks. Collective, and silent where they are all equal."""
+        ground, differing = self._ground, self.catalogue.assumed.differing()
+        if not differing:
+            return
+        tellers = self._copies.tellers()
+
+        def tell() -> bytes:
+            mine = [group.ranks[0] for group in differing if tellers[group.ranks[0]] == ground.node]
+            tables = {rank: self._table(rank) for rank in mine} if ground.is_leader else {}
+            return b"".join(_TABLE.pack(rank, len(table)) + table for rank, table in tables.items())
+
+        for answer in agree(ground.group, ground.node, f"comparing what ranks hold of {self.generation}", tell):
+            at = 0
+            while at < len(answer):
+                rank, length = _TABLE.unpack_from(answer, at)
+                at += _TABLE.size + length
+                self._references[rank] = answer[at - length : at]
+        if ground.rank == 0 and ground.warns:
+            for group in differing:
+                log.warning(
+                    "%s: %d tensors that count as the same on all ranks, e.g. %r, were stored by ranks %s with other "
+                    "values than by rank %d: all ranks load those of rank %d. %s",
+                    self.generation,
+                    len(group.entries),
+                    next(iter(group.entries)),
+                    sorted(set(group.ranks).difference(self.catalogue.assumed.equals(group)))[:8],
+                    group.ranks[0],
+                    group.ranks[0],
+                    WAYS_ON,
+                )
+
+    def _table(self, rank: int) -> bytes:
+        return catalogues.table_of(self._ground.store, self._ground.job, self._copies[rank], self._ground.verify)
+
+    def _near_table(self, rank: int) -> bytes | None:
+        """None where the shard can't be read: another copy is then the one to take, or to find that out with."""
+        try:
+            return self._table(rank)
+        except (FlashError, OSError):
+            return None
+
+    def sources(self, keys: Iterable[str]) -> dict[str, int]:
+        """For each of these keys that is an assumed tensor, the rank whose shard it has to come from. Local."""
+        return self.catalogue.assumed.sources(keys, self.reader, self._references, self._near_table)
 
     # --- fetch ----------------------------------------------------------------------------------------------
 

@@ -16,9 +16,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from flashckpt.errors import CorruptShardError, FlashError, IncompatibleError, InternalError
+from flashckpt import native
+from flashckpt.errors import CorruptShardError, FlashError, IncompatibleError, InternalError, NotFoundError
 from flashckpt.format.layout import decode_layout, end_bytes
+from flashckpt.format.refuse import corrupt
 from flashckpt.format.shard import read_envelope
+from flashckpt.load.assumed import AssumedTensors, make_table
 from flashckpt.load.read import OpenShard, read_range
 from flashckpt.save.values import Values, unpack
 from flashckpt.transport.outgoing import digest_of
@@ -44,6 +47,8 @@ SHARD = np.dtype(
         ("data_offset_bytes", "<u8"),
         ("data_length_bytes", "<u8"),
         ("values_offset_bytes", "<u8"),
+        ("assumed_bytes", "<u8"),  # where its assumed tensors end in the data area
+        ("assumed_digest", "<u8"),  # of their checksums; 0: it has none
     ]
 )
 Table = npt.NDArray[Any]
@@ -58,7 +63,7 @@ class Description:
     values: list[bytes] = field(default_factory=list)
     problems: dict[int, str] = field(default_factory=dict)  # rank → why its copy here can't be used
 
-    def add(self, rank: int, envelope: Envelope, values: bytes) -> None:
+    def add(self, rank: int, envelope: Envelope, values: bytes, assumed_bytes: int, assumed_digest: int) -> None:
         self.shards.append(
             (
                 rank,
@@ -68,6 +73,8 @@ class Description:
                 envelope.data_offset_bytes,
                 envelope.data_length_bytes,
                 envelope.values_offset_bytes,
+                assumed_bytes,
+                assumed_digest,
             )
         )
 
@@ -95,15 +102,45 @@ def describe(store: SlotStore, job: str, asked: Iterable[Copy], verify: bool) ->
     return described
 
 
-def _read(fd: int, job: str, copy: Copy, verify: bool) -> tuple[Envelope, bytes]:
+def _read(fd: int, job: str, copy: Copy, verify: bool) -> tuple[Envelope, bytes, int, int]:
     envelope = read_envelope(fd, expect=copy.shard, job=job)
     found = digest_of(fd)
     if found != copy.digest:
         raise IncompatibleError(f"{copy.shard}: expected digest {copy.digest.hex()}, found {found.hex()}")
     whole = OpenShard(fd, envelope, Layout(()))
     values = read_range(whole, copy.shard.rank, envelope.values_offset_bytes, envelope.values_length_bytes, verify)
-    unpack(values)  # what can't be decoded is as bad as a wrong checksum, and is to be found here
-    return envelope, bytes(values)
+    # What can't be decoded is as bad as a wrong checksum, and is to be found here.
+    end = unpack(values).assumed_bytes
+    digest = hashlib.blake2b(_table(whole, copy.shard.rank, end, verify), digest_size=8).digest() if end else b""
+    return envelope, bytes(values), end, int.from_bytes(digest, "little")
+
+
+def table_of(store: SlotStore, job: str, copy: Copy, verify: bool) -> bytes:
+    """The checksum table of the assumed tensors of a shard that lies on this node. Raises where it can't be read."""
+    sealed = store.find(copy.shard)
+    if sealed is None:
+        raise NotFoundError(f"{copy.shard} is gone", shard_index=copy.shard.rank)
+    fd = store.open_shard(sealed)
+    try:
+        envelope = read_envelope(fd, expect=copy.shard, job=job)
+        whole = OpenShard(fd, envelope, Layout(()))
+        values = read_range(whole, copy.shard.rank, envelope.values_offset_bytes, envelope.values_length_bytes, verify)
+        return _table(whole, copy.shard.rank, unpack(values).assumed_bytes, verify)
+    except CorruptShardError as error:
+        error.fields["shard_index"] = copy.shard.rank
+        raise
+    finally:
+        os.close(fd)
+
+
+def _table(shard: OpenShard, rank: int, end_bytes: int, verify: bool) -> bytes:
+    """The last chunk may hold other tensors too: the assumed part of it gets a checksum of its own."""
+    head = shard.head
+    if end_bytes > head.values_offset_bytes:
+        corrupt(f"{head.shard}: values", f"assumed tensors up to {head.values_offset_bytes}", end_bytes)
+    start = end_bytes // head.chunk_bytes * head.chunk_bytes
+    tail = read_range(shard, rank, start, end_bytes - start, verify)
+    return make_table(head.chunk_bytes, head.chunk_crcs, end_bytes, native.crc32c(tail))
 
 
 def encode(described: Description) -> bytes:
@@ -175,6 +212,8 @@ class Catalogue:
         counts = np.bincount(self.shards["layout"], minlength=len(self.layouts))
         self.ranks = [tuple(part.tolist()) for part in np.split(order, np.cumsum(counts)[:-1])]
         self._check_ends()
+        ends = [int(self.shards["assumed_bytes"][list(ranks)].max(initial=0)) for ranks in self.ranks]
+        self.assumed = AssumedTensors(self.layouts, self.ranks, ends, self.shards["assumed_digest"].tolist())
 
     def _check_ends(self) -> None:
         """Also keeps the tensors within the data area, because the values are (a header's own rule)."""

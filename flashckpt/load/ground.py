@@ -30,6 +30,7 @@ class Ground:
     verify: bool
     threads: int  # that copy and verify
     timeout: float  # seconds that an inventory or the retrieval of one generation may take
+    warns: bool = True  # where ranks stored different values of what counts as the same
 
     @staticmethod
     def together(
@@ -42,6 +43,7 @@ class Ground:
         verify: bool,
         threads: int,
         timeout: float,
+        warns: bool = True,
     ) -> Ground:
         """All ranks load."""
         return Ground(
@@ -57,6 +59,7 @@ class Ground:
             verify,
             threads,
             timeout,
+            warns,
         )
 
     @staticmethod
@@ -69,9 +72,10 @@ class Ground:
         verify: bool,
         threads: int,
         timeout: float,
+        warns: bool = True,
     ) -> Ground:
         """This rank loads from its own node, without the others."""
         here = topology.node
         place = Place(here.node_id, here.domain)
         group, rank = PrivateGroup.alone(), topology.rank
-        return Ground(store, memory, group, rank, 0, True, (place,), ((0,),), job, verify, threads, timeout)
+        return Ground(store, memory, group, rank, 0, True, (place,), ((0,),), job, verify, threads, timeout, warns)

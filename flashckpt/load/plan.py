@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from flashckpt.errors import MissingKeyError, StructureError
+from flashckpt.load.assumed import piece_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from flashckpt.load.cover import Index, Piece
     from flashckpt.types import Box, TensorEntry
@@ -58,8 +60,18 @@ class Reader:
         return 2, ranks[self.rank % len(ranks)]
 
 
-def plan(wants: Sequence[Want], stored: Index, reader: Reader, *, cast: bool) -> list[Transfer]:
-    """Transfers that fill every want completely; raises before anything is touched if that can't be done."""
+def plan(
+    wants: Sequence[Want],
+    stored: Index,
+    reader: Reader,
+    sources: Mapping[str, int] = MappingProxyType({}),
+    *,
+    cast: bool,
+) -> list[Transfer]:
+    """Transfers that fill every want completely; raises before anything is touched if that can't be done.
+
+    `sources`: for each assumed tensor (load/assumed.py) the rank whose shard it has to come from, whole.
+    """
     transfers: list[Transfer] = []
     picked: dict[int, tuple[int, int]] = {}  # by the identity of a layout's ranks, which all its pieces share
 
@@ -74,6 +86,10 @@ def plan(wants: Sequence[Want], stored: Index, reader: Reader, *, cast: bool) ->
         if pieces is None or (want.per_rank and reader.layout is None):
             raise MissingKeyError(f"key {want.fqn!r}: not in the checkpoint", key=want.fqn)
         _check_fits(want, pieces[0].entry, cast)
+        if not want.per_rank and want.fqn in sources:
+            entry = piece_of(pieces, sources[want.fqn]).entry
+            transfers.append(Transfer(sources[want.fqn], entry, want, want.box))
+            continue
         if len(pieces) == 1 and pieces[0].entry.box == want.box and 0 not in want.box.sizes:
             transfers.append(Transfer(pick(pieces[0])[1], pieces[0].entry, want, want.box))
             continue

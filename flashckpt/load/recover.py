@@ -24,7 +24,7 @@ from flashckpt.state.flatten import Flat, flatten, restore
 from flashckpt.types import Launch, Timings, age_order
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, MutableMapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 
     from flashckpt.load.cover import Index
     from flashckpt.load.ground import Ground
@@ -101,6 +101,9 @@ class Readable(Protocol):
 
     def describe(self) -> None:
         """What it holds; proves that it is all there."""
+
+    def sources(self, keys: Iterable[str]) -> Mapping[str, int]:
+        """For each key that has to come whole from one rank's shard: that rank. Local."""
 
     @property
     def touched(self) -> bool:
@@ -353,7 +356,8 @@ def _plan(attempt: Readable, rank: int, flat: Flat, live: LiveTensors, request: 
     _refuse_idle_keys(request, wanted | saved)
     missing = _missing(wanted - saved, saved, flat, request, rank, attempt.world)
     wants = [want for want in live.wants if want.fqn in keys]
-    transfers = plan(wants, attempt.stored, attempt.reader, cast=request.cast)
+    shared = dict.fromkeys(want.fqn for want in wants if not want.per_rank)
+    transfers = plan(wants, attempt.stored, attempt.reader, attempt.sources(shared), cast=request.cast)
     values: dict[str, Any] = {}
     for fqn in flat.values:
         found, value = catalogue.value(fqn, rank) if fqn in keys else (False, None)

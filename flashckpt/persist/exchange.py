@@ -143,6 +143,7 @@ def _encode_contribution(one: Contribution) -> dict[str, Any]:
         "layout": base64.b64encode(encode_layout(Layout(one.entries))).decode(),
         "values": list(one.values),
         "own_values": list(one.own_values),
+        "assumed_bytes": one.assumed_bytes,
     }
 
 
@@ -150,7 +151,8 @@ def _decode_contribution(found: Any) -> Contribution:
     try:
         rank = int(found["rank"])
         layout = decode_layout(base64.b64decode(found["layout"], validate=True), f"layout of rank {rank}")
-        return Contribution(rank, layout.entries, tuple(found["values"]), tuple(found["own_values"]))
+        assumed_bytes = int(found["assumed_bytes"])
+        return Contribution(rank, layout.entries, tuple(found["values"]), tuple(found["own_values"]), assumed_bytes)
     except (ValueError, KeyError, TypeError) as error:
         raise CorruptShardError(f"layout of another node: expected a contribution, found: {error!r}") from error
 

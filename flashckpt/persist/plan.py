@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 from flashckpt.errors import CorruptShardError
 from flashckpt.format.dtypes import ITEMSIZE
+from flashckpt.load.assumed import AssumedTensors, only_from_one
 from flashckpt.load.cover import Piece, uncovered
 from flashckpt.persist.names import per_rank_key
-from flashckpt.types import Box, TensorEntry
+from flashckpt.types import Box, Layout, TensorEntry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -31,6 +32,7 @@ class Contribution:
     entries: tuple[TensorEntry, ...]
     values: tuple[str, ...]  # keys of its values that all ranks share
     own_values: tuple[str, ...]  # keys of those that are this rank's alone
+    assumed_bytes: int = 0  # where its assumed tensors (load/assumed.py) end in the data area
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,8 @@ class PersistPlan:
 
 
 def plan(contributions: Sequence[Contribution], piece_bytes: int = PIECE_BYTES) -> PersistPlan:
-    """Every element of every tensor once, the load spread over the ranks that have it.
+    """Every element of every tensor once, the load spread over the ranks that have it; of assumed tensors, those of
+    one rank.
 
     CorruptShardError where the shards do not hold every element.
     """
@@ -69,6 +72,13 @@ def plan(contributions: Sequence[Contribution], piece_bytes: int = PIECE_BYTES) 
     for one in contributions:
         for entry in one.entries:
             stored.setdefault((entry.fqn, one.rank if entry.per_rank else None), []).append(Piece((one.rank,), entry))
+    assumed = AssumedTensors(
+        [Layout(one.entries) for one in contributions],
+        [(one.rank,) for one in contributions],
+        [one.assumed_bytes for one in contributions],
+        dict.fromkeys((one.rank for one in contributions), 0),
+    )
+    stored = only_from_one(stored, assumed)
     given = dict.fromkeys((one.rank for one in contributions), 0)  # bytes that a rank has to write so far
     tensors: list[TensorItem] = []
     for (fqn, owner), pieces in stored.items():

@@ -23,7 +23,7 @@ from flashckpt.persist.storage import open_storage
 from flashckpt.types import Fence, Generation, age_order
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, MutableMapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 
     from flashckpt.load.ground import Ground
     from flashckpt.load.inventory import Inventory
@@ -170,6 +170,9 @@ class DiskAttempt:
 
         self._agree("opening", open_it)
         self.world, self.stored = self.catalogue.world, self.catalogue.stored
+
+    def sources(self, keys: Iterable[str]) -> Mapping[str, int]:
+        return {}  # a step on disk has every element once
 
     def needs(self, transfers: Sequence[Transfer], targets: Sequence[Target]) -> bytes:
         return b""

@@ -77,6 +77,7 @@ class Shard:
             self.header.layout.entries,
             tuple(fqn for fqn in values.values if fqn not in values.per_rank),
             tuple(fqn for fqn in values.values if fqn in values.per_rank),
+            values.assumed_bytes,
         )
 
     def tiles(self, item: TensorItem, scratch: Scratch) -> Iterator[memoryview]:

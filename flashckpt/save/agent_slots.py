@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from flashckpt.rpc.agent_client import AgentClient
     from flashckpt.rpc.api import Progress
     from flashckpt.save.handle import SaveHandle
+    from flashckpt.save.slots import SlotMemory
     from flashckpt.store.slots import Sealed, Slot, SlotStore
     from flashckpt.types import Fence, Generation, ShardId
 
@@ -48,6 +49,7 @@ class AgentSlots:
         self._credentials = credentials
         self._config = config
         self._begun: tuple[Launch, bytes] | None = None  # the launch that this lease's agent knows we are in
+        self.memory: SlotMemory | None = None
         self._told: Future[None] | None = None  # the last thing that is being told in the background
         self._lock = threading.Lock()  # protects what follows: the link's thread brings news
         self._handles: weakref.WeakValueDictionary[Generation, SaveHandle] = weakref.WeakValueDictionary()
@@ -92,6 +94,8 @@ class AgentSlots:
 
     def acquire(self, shard: ShardId, size_bytes: int) -> Slot:
         deadline = time.monotonic() + self._config.save_timeout
+        if self.memory is not None:
+            self.memory.keep_only(size_bytes)
         self.begin()
         # The agent takes a request for the next slot as a sign that the one before came to nothing, unless it was told.
         self._wait_until_told(deadline)
@@ -116,13 +120,15 @@ class AgentSlots:
         count = lacking(self._store, rank, self._config.slots + (self._session.persist is not None))
         if count == 0:
             return
+        if self.memory is not None:
+            self.memory.keep_only(size_bytes)
         self._link.call(
             lambda client, ticket, left: client.prepare(ticket, size_bytes, count, left),
             self._config.start_timeout,
             "preparing slots",
         )
         # The agent has made the memory, and it is charged for it; to map it takes as long as a copy, and is ours to do.
-        self._store.map_free(size_bytes)
+        self._store.map_free(size_bytes, None if self.memory is None else self.memory.pin)
 
     def follow(self, handle: SaveHandle) -> None:
         if handle.generation is None:

@@ -6,11 +6,11 @@ import itertools
 from array import array
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from flashckpt import native
 from flashckpt.devices import as_bits, native_address
+from flashckpt.format.caps import CRC_BYTES
 from flashckpt.state.regions import local_parts, narrow, plain_local
 
 if TYPE_CHECKING:
@@ -49,10 +49,10 @@ class Checksums:
 
     def differing(self, data: memoryview) -> list[str]:
         """Keys whose bytes in `data`, the data area of a slot, are not those that were there in the beginning."""
-        base = np.frombuffer(data, dtype=np.uint8).ctypes.data
+        area = torch.frombuffer(data, dtype=torch.uint8)
+        base = area.data_ptr()
         crcs = self._crcs_of([(base + source.offset_bytes, source.length_bytes) for source, _, _ in self._near])
         found = self._unequal(crcs)
-        area = torch.frombuffer(data, dtype=torch.uint8)
         for (source, view), known in zip(self._far, self._sums, strict=True):
             here = area[source.offset_bytes : source.offset_bytes + source.length_bytes].view(as_bits(view).dtype)
             if int(here.sum(dtype=torch.int64)) != int(known):
@@ -83,8 +83,8 @@ class Checksums:
             for start in starts:
                 blocks.extend((address + start, min(_BLOCK_BYTES, length - start)))
         crcs = native.checksum_ranges(blocks, self._threads)
-        ends = np.cumsum([0, *counts]) * 4
-        return [crcs[first:last] for first, last in itertools.pairwise(ends)]
+        ends = itertools.accumulate(counts, initial=0)
+        return [crcs[CRC_BYTES * first : CRC_BYTES * last] for first, last in itertools.pairwise(ends)]
 
     def _unequal(self, crcs: list[bytes]) -> list[str]:
         pairs = zip(self._near, self._crcs, crcs, strict=True)

@@ -18,7 +18,7 @@ class HeldRegion(NamedTuple):
     size_bytes: int
     rows: int  # extent of dimension 0; 1 for a scalar
     holders: tuple[int, ...]  # sorted, at least one
-    certain: bool = True  # the mesh says that all hold the same bytes; else it is only what DCP assumes
+    certain: bool = True  # the mesh proves that all hold the same bytes; False: it is only assumed
 
 
 class Share(NamedTuple):
@@ -33,6 +33,9 @@ def share(regions: Sequence[HeldRegion], rank: int) -> list[Share | None]:
 
     Every holder computes the same answer from its own list, without talking: regions are dealt out within each
     set of holders by itself, in the order of the list, which all members of the set share.
+
+    The lowest holder stores all regions that are not certain. If ranks differ after all, one rank's state comes back,
+    and not the mean of one rank with the variance of another.
     """
     load: dict[tuple[int, ...], list[int]] = {}
     shares: list[Share | None] = []
@@ -43,9 +46,11 @@ def share(regions: Sequence[HeldRegion], rank: int) -> list[Share | None]:
             continue
         loads = load.setdefault(holders, [0] * len(holders))
         mine = holders.index(rank) if rank in holders else -1
-        # Rows of different ranks make one tensor only where they are certain to be equal: if ranks differ after
-        # all, one rank's tensor comes back, as with DCP, and not a mix of several.
-        if region.certain and region.size_bytes >= SPLIT_BYTES and region.rows >= len(holders):
+        if not region.certain:
+            loads[0] += region.size_bytes
+            shares.append(Share(0, region.rows) if mine == 0 else None)
+            continue
+        if region.size_bytes >= SPLIT_BYTES and region.rows >= len(holders):
             bounds = [region.rows * i // len(holders) for i in range(len(holders) + 1)]
             shares.append(Share(bounds[mine], bounds[mine + 1]) if mine >= 0 else None)
             continue

@@ -11,14 +11,15 @@ import logging
 import threading
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
+from flashckpt.devices import clone_on_device
 from flashckpt.errors import BusyError, ChangedError
 from flashckpt.save.checksums import Checksums
 from flashckpt.state.regions import local_parts, plain_local
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-
-    import torch
 
     from flashckpt.save.handle import SaveHandle
     from flashckpt.save.plan import SavePlan
@@ -45,8 +46,10 @@ class _Mark(NamedTuple):
 class Deferrals:
     """What a Checkpointer knows about its tensors from save to save."""
 
-    def __init__(self, *, recheck: bool, threads: int, timeout: float) -> None:
+    def __init__(self, *, recheck: bool, device_snapshot: bool, threads: int, timeout: float) -> None:
+        """`device_snapshot`: tensors on devices are cloned there, as far as there is room, and not deferred."""
         self._recheck = recheck
+        self._device_snapshot = device_snapshot
         self._threads = threads
         self._timeout = timeout
         self._rechecks_left = RECHECKED_SAVES
@@ -73,7 +76,7 @@ class Deferrals:
     def split(
         self, handle: SaveHandle, flat: Flat, plan: SavePlan, defers: Callable[[str, torch.Tensor], bool]
     ) -> Deferred:
-        """For a save that goes on after `save()` has returned. Clones small immediate tensors in `flat`."""
+        """For a save that goes on after `save()` has returned. Puts clones in the place of some tensors of `flat`."""
         fqns, leaves = list(flat.tensors), list(flat.tensors.values())
         deferred: list[int] = []
         immediate: list[int] = []
@@ -82,6 +85,9 @@ class Deferrals:
             may = key not in self._changing and (defers(key, tensor) or self._is_steady(key, tensor))
             # An inference tensor has no version counter: nothing would show that it was changed.
             (deferred if may and _versions(key, tensor) is not None else immediate).append(i)
+        immediate = _clone_on_devices(flat, fqns, leaves, immediate)
+        if self._device_snapshot:
+            deferred = _clone_on_devices(flat, fqns, leaves, deferred)
         left = _clone_small(flat, fqns, leaves, immediate)
         checksums = None
         if deferred and (self._recheck or self._rechecks_left > 0):
@@ -146,6 +152,7 @@ class Deferred:
         self._taken = threading.Event()
         self._lock = threading.Lock()  # protects what follows: the copying thread and callers at the gate
         self._changed: list[str] | None = None  # once it is decided
+        self._events: Mapping[torch.device, torch.Event] = {}
 
     def took(self) -> None:
         """Tell save() that the immediate tensors are copied, or that they never will be."""
@@ -155,6 +162,23 @@ class Deferred:
         """Hold save() until its immediate tensors are copied. A copy that takes too long is thrown away."""
         if self.immediate and not self._taken.wait(self._timeout) and self._handle.give_up():
             log.warning("step %d: not copied within %.1f s; the save is given up", self._handle.step, self._timeout)
+
+    def queue(self, events: Mapping[torch.device, torch.Event]) -> None:
+        """All copies are made, or queued before `events`. Let the gate pass in the stream where the proof allows it.
+
+        Checksums are compared with the finished copy, and a change must not come before that.
+        """
+        if self._overlapped and events and self._checksums is None:
+            self._events = events
+            self._handle.queue(self)
+
+    def pass_in_stream(self) -> None:
+        """At the gate. What the caller changes from now on is no change during the copy: the verdict is taken here."""
+        with self._lock:
+            if self._changed is None:
+                self._changed = self._versions_changed()
+        for device, event in self._events.items():
+            torch.accelerator.current_stream(device).wait_event(event)
 
     def stage(self, data: memoryview) -> None:
         """The copy is made. Raise where it must not be sealed: BusyError, ChangedError."""
@@ -206,6 +230,20 @@ class Deferred:
             step=self._handle.step,
             keys=changed,
         )
+
+
+def _clone_on_devices(flat: Flat, fqns: list[str], leaves: list[torch.Tensor], indices: list[int]) -> list[int]:
+    """Clones those on accelerators in device memory: it is quick there. Returns the others, and what had no room."""
+    simple = {i: local for i in indices if (local := plain_local(leaves[i])) is not None and not local.is_cpu}
+    clones = dict(zip(simple, clone_on_device(simple.values()), strict=True))
+    left = []
+    for i in indices:
+        clone = clones.get(i)
+        if clone is None:
+            left.append(i)
+        else:
+            flat.tensors[fqns[i]] = clone
+    return left
 
 
 def _clone_small(flat: Flat, fqns: list[str], leaves: list[torch.Tensor], immediate: list[int]) -> frozenset[int]:

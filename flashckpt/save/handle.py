@@ -6,7 +6,7 @@ import threading
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from flashckpt.errors import ConfigError, DeadlineError
 from flashckpt.types import Generation, Level, Outcome
@@ -29,6 +29,13 @@ class SaveTimings:
         return self.plan + self.claim + self.copy + self.seal
 
 
+class Queued(Protocol):
+    """Copies that devices have yet to make, and that need not be waited for on the host."""
+
+    def pass_in_stream(self) -> None:
+        """Make this thread's current streams wait for the copies: what it queues from now on may change the tensors."""
+
+
 class SaveHandle:
     """One save. Levels only rise; the outcome is set once."""
 
@@ -46,6 +53,7 @@ class SaveHandle:
         self._persists = persists  # whether there is a persistent tier
         self.ask_persist: Callable[[], None] | None = None  # asks for a flush, once somebody waits for it
         self.before_pass: Callable[[], None] | None = None  # the gate calls it once, before it lets the first one pass
+        self.queued: Queued | None = None
         self._given_up = False  # the tensors may have changed while they were copied: it must not be sealed
         self._stopped = ""  # why it will never get further than it is
         self._level = Level.NONE
@@ -105,9 +113,15 @@ class SaveHandle:
         return self._outcome or Outcome.OK
 
     def wait_until_copied(self, timeout: float) -> bool:
-        """Return True once no tensor is read any more: the save is STAGED, or has ended. False after `timeout`."""
+        """Return True once tensors may be changed: STAGED, ended, or all copies are `queued`. False after `timeout`."""
         with self._changed:
-            return self._changed.wait_for(lambda: self.is_copied, timeout)
+            return self._changed.wait_for(lambda: self.is_copied or self.queued is not None, timeout)
+
+    def queue(self, queued: Queued) -> None:
+        """No tensor is read any more but by copies that are queued on devices."""
+        with self._changed:
+            self.queued = queued
+            self._changed.notify_all()
 
     @property
     def is_copied(self) -> bool:

@@ -61,7 +61,7 @@ class Overlap:
 
 
 def wait_until_staged(handle: SaveHandle, timeout: float) -> float:
-    """Holds the caller while its tensors are still being copied; returns for how many seconds.
+    """Holds the caller, or its streams, while its tensors are still being copied; returns for how many seconds.
 
     A copy that takes longer than `timeout` is thrown away: training goes on, and what it changes from now on must
     not reach a shard.
@@ -72,6 +72,8 @@ def wait_until_staged(handle: SaveHandle, timeout: float) -> float:
     if not handle.wait_until_copied(timeout) and handle.give_up():
         log.warning("step %d: not copied within %.1f s; the save is given up", handle.step, timeout)
     handle.let_pass()
+    if not handle.is_copied and handle.queued is not None:
+        handle.queued.pass_in_stream()
     held = time.perf_counter() - began
     handle.blocked_seconds += held
     return held

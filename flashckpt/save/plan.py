@@ -47,6 +47,9 @@ class SavePlan:
     layout_fingerprint: bytes
     tensor_bytes: int  # end of the last tensor in the data area; the packed values follow
     tag: int  # names the set of tensors this plan leaves to other ranks of the node; 0: none
+    # End of the assumed tensors (state/regions.py) that this shard stores: they come first in the data area.
+    assumed_bytes: int = 0
+    assumed: tuple[int, ...] = ()  # indices of all assumed tensors of this rank, whoever stores them
 
 
 class Planner:
@@ -74,20 +77,23 @@ def _make_plan(flat: Flat, topology: Topology, dedup: bool, aliases: list[int]) 
         _refuse_what_cannot_be_whole(fqn, tensor, own, topology)
     # Tied tensors are one set of bytes; the later key becomes an entry with the same range.
     originals = [i for i, alias in enumerate(aliases) if alias == i]
+    is_assumed = [spec.is_assumed and not own for spec, own in zip(specs, per_rank, strict=True)]
+    # Assumed tensors come first: the checksums of the chunks they lie in then say whether two shards hold the same.
+    originals.sort(key=lambda i: not is_assumed[i])
     pairs = [(i, region) for i in originals for region in specs[i].regions]
     regions = [
         HeldRegion(
             size_bytes=_region_bytes(specs[i], region),
             rows=_rows(region),
             holders=_holders(specs[i], per_rank[i], topology, node_ranks, dedup),
-            certain=specs[i].holders is not None,
+            certain=not is_assumed[i],
         )
         for i, region in pairs
     ]
     fqns = list(flat.tensors)
     sources: list[Source] = []
     placed: dict[int, list[tuple[Box, int, int]]] = {}
-    offset = 0
+    offset = assumed_bytes = 0
     for (i, region), mine in zip(pairs, share(regions, topology.rank), strict=True):
         if mine is None:
             continue
@@ -107,6 +113,8 @@ def _make_plan(flat: Flat, topology: Topology, dedup: bool, aliases: list[int]) 
         )
         placed.setdefault(i, []).append((box, offset, length))
         offset += length
+        if is_assumed[i]:
+            assumed_bytes = offset
     _check_parts(flat, sources)
     entries = [
         TensorEntry(
@@ -145,6 +153,8 @@ def _make_plan(flat: Flat, topology: Topology, dedup: bool, aliases: list[int]) 
         layout_fingerprint=fingerprint(layout_bytes),
         tensor_bytes=aligned(offset),
         tag=_tag(fqns, specs, per_rank, aliases) if dedup and topology.shares_nodes else 0,
+        assumed_bytes=assumed_bytes,
+        assumed=tuple(i for i in originals if is_assumed[i] and specs[i].regions),
     )
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from flashckpt.collector import collector_paused
 from flashckpt.errors import ConfigError, OtherRankError
 from flashckpt.save.plan import Planner, SavePlan
+from flashckpt.save.same import Comparer, Summary
 from flashckpt.save.values import KnownPaths, pack
 from flashckpt.state.flatten import Flat, flatten
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_AGREEMENT = struct.Struct("<IQ")  # tag, bytes that this rank's slots need
+_AGREEMENT = struct.Struct("<IQQQ")  # tag, bytes that this rank's slots need, names and digest (save/same.py)
 _COMPARING = "comparing save plans"
 
 
@@ -35,13 +36,21 @@ class Prepared:
     flat: Flat
     plan: SavePlan
     values: bytes
+    extra: Mapping[str, Any] | None = None  # packed into `values`, as the sample is
+    sample: tuple[int, ...] = ()
 
 
 class Preparer:
     """Local, except for the one comparison before the first save."""
 
     def __init__(
-        self, config: CheckpointConfig, topology: Topology, group: PrivateGroup, store: SlotStore, writer: ShardWriter
+        self,
+        config: CheckpointConfig,
+        topology: Topology,
+        group: PrivateGroup,
+        store: SlotStore,
+        writer: ShardWriter,
+        job: str,
     ) -> None:
         self._config = config
         self._topology = topology
@@ -51,16 +60,22 @@ class Preparer:
         self._planner = Planner(topology)
         self._paths = KnownPaths()
         self._agreed = False  # ranks compared what they are going to store
+        self._comparer = Comparer(topology, store, job, enabled=config.same_on_ranks == "check")
 
-    def prepare(self, state_dict: Mapping[Any, Any], extra: Mapping[str, Any] | None) -> Prepared:
-        """What it raises is the state dict's fault."""
+    def prepare(
+        self, state_dict: Mapping[Any, Any], extra: Mapping[str, Any] | None, generation: Generation | None = None
+    ) -> Prepared:
+        """What it raises is the state dict's fault. `generation`: what is to be saved, if anything is."""
         try:
             _check_mapping("state dict", state_dict)
             _check_mapping("extra", {} if extra is None else extra)
             with collector_paused():
                 flat = flatten(state_dict)
-                values = pack(flat, extra, self._config.allow_torch_save, self._paths)
-                return Prepared(flat, self._planner.plan(flat), values)
+                plan = self._planner.plan(flat)
+                sample: tuple[int, ...] = ()
+                if self._agreed and generation is not None:
+                    sample = self._comparer.sample(flat, plan, generation)
+                return self._packed(Prepared(flat, plan, b"", extra, sample))
         except Exception:
             if not self._agreed:
                 # The others are on their way to the comparison: an empty answer tells them not to wait.
@@ -71,26 +86,42 @@ class Preparer:
         """First time: all ranks compare what they share and whether it fits. Collective once, then local."""
         flat, plan = prepared.flat, prepared.plan
         if self._agreed:
+            self._comparer.look_back()
             self._stop_sharing_if_split()
             if plan.tag and not self._planner.dedup:
-                plan = self._planner.plan(flat)
-            return replace(prepared, plan=plan)
+                return self._packed(replace(prepared, plan=self._planner.plan(flat)))
+            return prepared
+        summary = self._comparer.summary(flat, plan)
         for _ in range(2):
             need = self._writer.geometry(plan, prepared.values).file_length_bytes * self._config.slots
-            gathered = self._group.gather(_AGREEMENT.pack(plan.tag, need), _COMPARING)
+            gathered = self._group.gather(_AGREEMENT.pack(plan.tag, need, *summary), _COMPARING)
             failed = [rank for rank, answer in enumerate(gathered) if not answer]
             if failed:
                 raise OtherRankError(f"ranks {failed} could not plan this save; see their logs", ranks=failed)
             answers = [_AGREEMENT.unpack(one) for one in gathered]
-            if len({tag for tag, _ in answers}) == 1:
+            if len({answer[0] for answer in answers}) == 1:
                 break
             log.warning("keys differ between ranks: each rank stores all of its own tensors")
             self._planner.dedup = False
             plan = self._planner.plan(flat)
+            prepared = self._packed(replace(prepared, plan=plan))
+        self._comparer.compare(self._group, [Summary(*answer[2:]) for answer in answers], flat, plan)
         self._agreed = True
         here = (*self._topology.node_ranks, *self._writer.slots.hosted_ranks)
         self._store.check_budget(sum(answers[rank][1] for rank in here))
-        return replace(prepared, plan=plan)
+        return prepared
+
+    def _packed(self, prepared: Prepared) -> Prepared:
+        """With the values as its plan wants them."""
+        values = pack(
+            prepared.flat,
+            prepared.extra,
+            self._config.allow_torch_save,
+            self._paths,
+            assumed_bytes=prepared.plan.assumed_bytes,
+            sample=prepared.sample,
+        )
+        return replace(prepared, values=values)
 
     def _stop_sharing_if_split(self) -> None:
         """Stops dividing the storage once a generation shows that ranks relied on what others do not have.

@@ -36,10 +36,12 @@ def snapshot(
 ) -> bytes:
     """Fills the data area and returns its chunk CRCs. Once this returns the tensors may be mutated.
 
-    The tensors that `deferred` calls immediate are copied first, and it is told so.
-
     Contiguous host memory is copied and checksummed in one native pass; what torch has to copy (accelerators,
-    odd strides) is put in place first and only checksummed there. Gaps become zero.
+    odd strides) is put in place first and only checksummed there. Gaps become zero. Where an accelerator copies by
+    itself, host memory is copied meanwhile, and checksummed with the rest.
+
+    Tensors that `deferred` calls immediate are copied before all others, and it is told so; and again as soon as the
+    other copies are made, or queued on their devices.
     """
     pieces: list[int] = []
     at_once: list[DeviceCopy] = []
@@ -66,7 +68,13 @@ def snapshot(
     if deferred is not None:
         deferred.took()
     failpoint("before_copy")
-    copier.copy(data, by_torch, ready)
+    with copier.queue(data, by_torch, ready) as queued:
+        if queued.has_devices:
+            _copy_host(data, pieces, chunk_bytes, threads)
+            if deferred is not None and queued.is_queued:
+                deferred.queue(queued.events)
+            failpoint("after_queue")
+        queued.finish()
     start = plan.tensor_bytes
     data[start : start + len(values)] = values
     pieces += (0, start, len(values))
@@ -76,12 +84,37 @@ def snapshot(
     return crcs
 
 
+def _copy_host(data: memoryview, pieces: list[int], chunk_bytes: int, threads: int) -> None:
+    """Copies what lies in host memory, each run of neighbours at once, and marks it as in place."""
+    at = 0
+    while at < len(pieces):
+        end = at
+        while end < len(pieces) and pieces[end]:
+            end += 3
+        if end == at:
+            at += 3
+            continue
+        first, last = pieces[at + 1], pieces[end - 2] + pieces[end - 1]
+        run = array("q", pieces[at:end])
+        for one in range(0, len(run), 3):
+            run[one + 1] -= first
+            pieces[at + one] = 0
+        with data[first:last] as part:
+            native.scatter_copy(part, run, chunk_bytes, threads)
+        at = end
+
+
 def when_ready(flat: Flat) -> dict[torch.device, torch.Event]:
     """For each accelerator that the state is on: an event behind what the caller has queued on it so far."""
+    return {device: event_of(device) for device in devices_of(flat)}
+
+
+def devices_of(flat: Flat) -> set[torch.device]:
+    """Returns the accelerators that the state is on."""
     devices: set[torch.device] = set()
     if not has_accelerator():
-        return {}
+        return devices
     for fqn, tensor in flat.tensors.items():
         local = plain_local(tensor)
         devices.update(part.device for part in ([local] if local is not None else local_parts(fqn, tensor)))
-    return {device: event_of(device) for device in devices if device.type != "cpu"}
+    return {device for device in devices if device.type != "cpu"}

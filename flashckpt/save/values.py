@@ -11,6 +11,8 @@ import torch
 
 from flashckpt.devices import as_bits
 from flashckpt.errors import ConfigError, StructureError, UnsupportedValueError
+from flashckpt.format.caps import MAX_INTEGER
+from flashckpt.format.refuse import corrupt
 from flashckpt.format.values import Blob, Encoded, decode_values, encode_once, encode_values
 from flashckpt.state.flatten import path_of
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
 # Beside the user's keys; no flattened key begins with this character.
 _EXTRA, _PATHS, _PER_RANK, _TENSORS = "\x1fextra", "\x1fpaths", "\x1fper_rank", "\x1ftensors"
+_ASSUMED, _SAMPLE = "\x1fassumed", "\x1fsample"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,10 @@ class Values:
     paths: dict[str, Path] = field(default_factory=dict)
     per_rank: frozenset[str] = frozenset()
     extra: Any = None
+    assumed_bytes: int = 0
+    """Tensors that end up to here in the data area are assumed to be the same on all ranks; absent: none is known."""
+    sample: tuple[int, ...] = ()
+    """Checksums of some of these tensors on this rank, see save/same.py."""
 
     def path(self, fqn: str) -> Path:
         return path_of(fqn, self.paths)
@@ -51,7 +58,15 @@ class KnownPaths:
         return self._last[1]
 
 
-def pack(flat: Flat, extra: Mapping[str, Any] | None, allow_torch_save: bool, known: KnownPaths | None = None) -> bytes:
+def pack(
+    flat: Flat,
+    extra: Mapping[str, Any] | None,
+    allow_torch_save: bool,
+    known: KnownPaths | None = None,
+    *,
+    assumed_bytes: int = 0,
+    sample: tuple[int, ...] = (),
+) -> bytes:
     """Raises UnsupportedValueError, naming key and type, for what the typed encoding can't hold."""
     for fqn in flat.values:
         if fqn.startswith("\x1f"):
@@ -65,6 +80,10 @@ def pack(flat: Flat, extra: Mapping[str, Any] | None, allow_torch_save: bool, kn
         packed[_PER_RANK] = own
     if extra is not None:
         packed[_EXTRA] = dict(extra)
+    if assumed_bytes:
+        packed[_ASSUMED] = assumed_bytes
+    if sample:
+        packed[_SAMPLE] = sample
     try:
         return encode_values(packed)
     except UnsupportedValueError as error:
@@ -129,7 +148,12 @@ def unpack(blob: bytes | bytearray) -> Values:
     extra = packed.pop(_EXTRA, None)
     paths = packed.pop(_PATHS, {})
     per_rank = frozenset(packed.pop(_PER_RANK, ()))
-    return Values(packed, paths, per_rank, extra)
+    assumed_bytes, sample = packed.pop(_ASSUMED, 0), packed.pop(_SAMPLE, ())
+    if type(assumed_bytes) is not int or not 0 <= assumed_bytes <= MAX_INTEGER:
+        corrupt("values: assumed", "a number of bytes", assumed_bytes)
+    if type(sample) is not tuple or not all(type(one) is int for one in sample):
+        corrupt("values: sample", "a tuple of checksums", type(sample).__name__)
+    return Values(packed, paths, per_rank, extra, assumed_bytes, sample)
 
 
 def _decoded(key: str, value: Any) -> Any:

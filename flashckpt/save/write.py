@@ -15,7 +15,7 @@ from flashckpt.format.shard import DEFAULT_CHUNK_BYTES, Geometry, encode_header,
 from flashckpt.save.handle import SaveTimings
 from flashckpt.save.retention import State, Verdict
 from flashckpt.save.slots import Slots, judge_store
-from flashckpt.save.snapshot import snapshot
+from flashckpt.save.snapshot import devices_of, snapshot
 from flashckpt.types import Launch
 
 if TYPE_CHECKING:
@@ -52,12 +52,26 @@ class ShardWriter:
         self._job = job
         self._config = config
         self._threads = threads
-        self._copier = Copier()
+        self._copier = Copier(
+            bytes_per_second=config.device_copy_bytes_per_second,
+            threads=threads,
+            most_slots=config.slots + 2,  # one that is being flushed, and one that the agent gave up meanwhile
+        )
+        slots.memory = self._copier
         self._values_room = 0
 
     @property
     def launch(self) -> Launch:
         return self.slots.launch
+
+    @property
+    def device_copies(self) -> dict[str, str]:
+        """Device type → the way its tensors go into the slots (devices/copier.py)."""
+        return self._copier.ways
+
+    def expect(self, flat: Flat) -> None:
+        """Say what is going to be saved, so that slots made ahead are registered with its devices' drivers."""
+        self._copier.expect(devices_of(flat))
 
     def write(
         self,

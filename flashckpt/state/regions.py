@@ -37,6 +37,8 @@ class TensorSpec(NamedTuple):
     regions: tuple[Region, ...]
     # Global ranks that hold exactly these regions. None: all ranks, by assumption; (): nobody else that we know of.
     holders: tuple[int, ...] | None
+    # Nothing but the key says that other ranks hold the same value: a whole tensor that is no DTensor.
+    is_assumed: bool = False
 
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
@@ -117,7 +119,8 @@ def describe(fqn: str, tensor: Any) -> TensorSpec:
     if hasattr(tensor, "__create_chunk_list__"):
         chunks = tensor.__create_chunk_list__()
         boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks]
-        return TensorSpec(dtype, tuple(tensor.shape), _whole_parts(boxes), holders=())
+        is_whole = [box.sizes for box in boxes] == [tuple(tensor.shape)]
+        return TensorSpec(dtype, tuple(tensor.shape), _whole_parts(boxes), holders=(), is_assumed=is_whole)
     return _describe_whole(tensor, dtype)
 
 
@@ -125,7 +128,7 @@ def _describe_whole(tensor: torch.Tensor, dtype: str) -> TensorSpec:
     shape = tuple(tensor.shape)
     origin = (0,) * len(shape)
     regions = () if 0 in shape else (Region(Box(origin, shape), 0, origin),)
-    return TensorSpec(dtype, shape, regions, holders=None)
+    return TensorSpec(dtype, shape, regions, holders=None, is_assumed=True)
 
 
 @cache

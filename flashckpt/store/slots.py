@@ -52,7 +52,7 @@ from flashckpt.store.room import RoomReader, check_room, format_bytes, no_space
 from flashckpt.store.supply import Supply, Taken
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
     from types import TracebackType
 
@@ -211,22 +211,27 @@ class SlotStore(JobFiles):
         self._writing[taken.slot_id] = slot
         return slot
 
-    def prepare(self, size_bytes: int, count: int) -> None:
-        """Does the slow part of `count` claims ahead: as many own slots of that size lie ready afterwards."""
+    def prepare(self, size_bytes: int, count: int, on_mapped: Callable[[memoryview], None] | None = None) -> None:
+        """Does the slow part of `count` claims ahead: as many own slots of that size lie ready afterwards. `on_mapped`
+        is called with each, and may keep a view of it."""
         slots: list[Slot] = []
         try:
-            slots.extend(self.claim(size_bytes) for _ in range(count))
+            for _ in range(count):
+                slots.append(self.claim(size_bytes))
+                if on_mapped is not None:
+                    on_mapped(slots[-1].view)
         finally:
             for slot in slots:
                 self.abandon(slot)
 
-    def map_free(self, size_bytes: int) -> int:
+    def map_free(self, size_bytes: int, on_mapped: Callable[[memoryview], None] | None = None) -> int:
         """Trainers: maps and faults the free slots of that size that lie ready for this process. Returns how many.
 
-        They stay where they are. Once an agent grants one, attach() finds it mapped.
+        They stay where they are. Once an agent grants one, attach() finds it mapped. `on_mapped` is called with each
+        that lies ready, and may keep a view of it.
         """
         self._check_usable()
-        return self._supply.map_free(size_bytes)
+        return self._supply.map_free(size_bytes, on_mapped)
 
     def seal(self, slot: Slot | SlotFile, shard: ShardId, tag: int = 0) -> Sealed:
         """Makes the slot a shard. ConflictError, and the slot stays as it was, where the shard exists.

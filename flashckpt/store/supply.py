@@ -177,12 +177,19 @@ class Supply:
             raise
         return self._ready(fd, slot_id, size_bytes, mapping)
 
-    def map_free(self, size_bytes: int) -> int:
-        """Maps our free slots of that size that are not mapped yet; nobody resizes them while we live."""
+    def map_free(self, size_bytes: int, on_mapped: Callable[[memoryview], None] | None = None) -> int:
+        """Maps our free slots of that size that are not mapped yet; nobody resizes them while we live. `on_mapped` is
+        called with each, the mapped ones included, and may keep a view."""
         free, _ = self.free_slots(self._owner.__eq__)
         mapped = 0
         for one in free:
-            if one.slot_id in self._mappings or one.size_bytes != size_bytes or one.has_holes:
+            if one.size_bytes != size_bytes or one.has_holes:
+                continue
+            known = self._mappings.get(one.slot_id)
+            if known is not None:
+                if on_mapped is not None:
+                    with known.view() as view:
+                        on_mapped(view)
                 continue
             try:
                 fd = self._directory.open_file(State.POOL, one.name, write=True)
@@ -200,6 +207,8 @@ class Supply:
             self._mappings[one.slot_id] = mapping
             with mapping.view() as view:
                 native.prefault(view, self._threads)
+                if on_mapped is not None:
+                    on_mapped(view)
             mapped += 1
         return mapped
 

@@ -62,7 +62,8 @@ class OptimizerGate:
             if handle is None:
                 return 0.0
             held = wait_until_staged(handle, self._timeout)
-            self._copying = None
+            if handle.is_copied or handle.is_given_up:  # else other threads have streams that must wait too
+                self._copying = None
         if held:
             self._on_held(handle, held)
         return held

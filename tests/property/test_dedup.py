@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashckpt.save.dedup import SPLIT_BYTES, HeldRegion, share
+from flashckpt.save.dedup import SPLIT_BYTES, HeldRegion, Share, share
 
 holders = st.sets(st.integers(0, 7), min_size=1).map(lambda ranks: tuple(sorted(ranks)))
 held_regions = st.lists(
@@ -14,6 +14,7 @@ held_regions = st.lists(
         size_bytes=st.sampled_from([1, 100, 4096, SPLIT_BYTES, 3 * SPLIT_BYTES]),
         rows=st.integers(1, 40),
         holders=holders,
+        certain=st.booleans(),
     )
 )
 
@@ -29,6 +30,24 @@ def test_each_row_is_stored_once(regions):
                 for row in range(mine.start, mine.stop):
                     stored[i][row] += 1
     assert all(count == 1 for rows in stored for count in rows)
+
+
+@given(held_regions)
+def test_what_is_not_certain_comes_whole_from_the_lowest_holder(regions):
+    """So no two of them that the same ranks hold are ever dealt to different ranks, or cut."""
+    for rank in range(8):
+        known = [region for region in regions if rank in region.holders]
+        for region, mine in zip(known, share(known, rank), strict=True):
+            if not region.certain:
+                assert mine == (Share(0, region.rows) if rank == region.holders[0] else None)
+
+
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=30), st.integers(2, 8))
+def test_what_is_certain_makes_up_for_it(sizes, ranks):
+    """The rank that stores what is not certain is given less of the rest."""
+    everybody = tuple(range(ranks))
+    regions = [HeldRegion(sum(sizes), 1, everybody, certain=False), *(HeldRegion(n, 1, everybody) for n in sizes)]
+    assert share(regions, 0) == [Share(0, 1)] + [None] * len(sizes)
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=60), st.integers(2, 8))

@@ -30,7 +30,7 @@ GENERATION = Generation(5, 7, 100, 1)
 
 def catalogue(chunks):
     """Of shards with so many chunks each, all of them filled with tensors."""
-    rows = [(rank, 0, 0, CHUNK, 4096, n * CHUNK, n * CHUNK) for rank, n in enumerate(chunks)]
+    rows = [(rank, 0, 0, CHUNK, 4096, n * CHUNK, n * CHUNK, 0, 0) for rank, n in enumerate(chunks)]
     return Catalogue(GENERATION, len(chunks), [Description(rows, [b""], [_no_values()], {})])
 
 

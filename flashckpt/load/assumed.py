@@ -1,0 +1,167 @@
+"""Assumed tensors, which only count as the same on all ranks: each rank gets them whole from one rank's shard.
+
+Ranks may differ in them, so a mean of one rank must not meet the variance of another. The lowest rank that stores them
+counts. A nearer copy takes its place only where checksums prove it equal. Pure.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, NamedTuple
+
+from flashckpt.format.caps import CRC_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+
+    from flashckpt.load.cover import Index, Piece
+    from flashckpt.load.plan import Reader
+    from flashckpt.types import Layout, TensorEntry
+
+_CHUNK_BYTES = struct.Struct("<I")
+
+
+class Group(NamedTuple):
+    """Shards that store the same assumed tensors at the same bytes of their data areas."""
+
+    entries: dict[str, TensorEntry]
+    ranks: tuple[int, ...]  # whose shards; ascending
+
+
+class Choice(NamedTuple):
+    """Some of the wanted keys and the rank they all come from."""
+
+    keys: tuple[str, ...]
+    group: Group
+
+    @property
+    def rank(self) -> int:
+        return self.group.ranks[0]
+
+
+class AssumedTensors:
+    """The assumed tensors of one generation."""
+
+    def __init__(
+        self,
+        layouts: Sequence[Layout],
+        ranks: Sequence[tuple[int, ...]],
+        ends: Sequence[int],
+        digests: Sequence[int] | Mapping[int, int],
+    ) -> None:
+        """`ends`: of each layout, where its assumed tensors end; 0: it has none. `digests`: by rank, of its checksum
+        table (make_table); 0: not known."""
+        found: dict[tuple[tuple[object, ...], ...], tuple[dict[str, TensorEntry], list[int]]] = {}
+        for layout, owners, end in zip(layouts, ranks, ends, strict=True):
+            if end:
+                entries = {entry.fqn: entry for entry in assumed_entries(layout.entries, end)}
+                # Nested paths and what follows the assumed tensors may differ: the bytes are the same all the same.
+                name = tuple((one.fqn, one.dtype, one.global_shape, one.offset_bytes) for one in entries.values())
+                found.setdefault(name, (entries, []))[1].extend(owners)
+        self.groups = sorted(
+            (Group(entries, tuple(sorted(owners))) for entries, owners in found.values() if entries),
+            key=lambda group: group.ranks,
+        )
+        self._digests = digests
+
+    def choose(self, wanted: Iterable[str]) -> list[Choice]:
+        """Splits the wanted keys into as few parts as possible: one, where any shard holds all of them.
+
+        Keys that are not assumed are left out.
+        """
+        left = dict.fromkeys(wanted)
+        choices = []
+        while left:
+            best: tuple[str, ...] = ()
+            for group in self.groups:  # in the order of their lowest rank, which wins among equals
+                keys = tuple(fqn for fqn in left if fqn in group.entries)
+                if len(keys) > len(best):
+                    best, chosen = keys, group
+            if not best:
+                break
+            choices.append(Choice(best, chosen))
+            for fqn in best:
+                del left[fqn]
+        return choices
+
+    def equals(self, group: Group) -> tuple[int, ...]:
+        """The ranks of the group whose assumed tensors are proved equal to those of its lowest rank."""
+        first = self._digests[group.ranks[0]]
+        return tuple(rank for rank in group.ranks if first and self._digests[rank] == first) or group.ranks[:1]
+
+    def differing(self) -> list[Group]:
+        """Groups whose ranks do not all hold the same: the table of the lowest one says where they differ."""
+        return [group for group in self.groups if len(self.equals(group)) < len(group.ranks)]
+
+    def sources(
+        self,
+        wanted: Iterable[str],
+        reader: Reader,
+        references: Mapping[int, bytes],
+        table_of: Callable[[int], bytes | None],
+    ) -> dict[str, int]:
+        """For each wanted key that is assumed, the rank whose shard to read it from.
+
+        `references` are the tables of the lowest ranks of groups that differ; `table_of` reads the table of a shard
+        that lies on this node, None where it can't.
+        """
+        sources: dict[str, int] = {}
+        for choice in self.choose(wanted):
+            distance, rank = reader.pick(self.equals(choice.group))
+            sources.update(dict.fromkeys(choice.keys, rank))
+            reference = references.get(choice.rank)
+            if distance < 2 or reference is None:
+                continue
+            for near in sorted(set(reader.near).intersection(choice.group.ranks), key=lambda one: one != reader.rank):
+                table = table_of(near)
+                if table is None:
+                    continue
+                for fqn in choice.keys:
+                    if is_equal(choice.group.entries[fqn], table, reference):
+                        sources[fqn] = near
+                break
+        return sources
+
+
+def assumed_entries(entries: Iterable[TensorEntry], end_bytes: int) -> Iterator[TensorEntry]:
+    """Those of a shard whose assumed tensors end at `end_bytes` of its data area."""
+    return (
+        one
+        for one in entries
+        if 0 < one.length_bytes <= end_bytes - one.offset_bytes and not one.per_rank and one.box.sizes == one.global_shape
+    )
+
+
+def only_from_one(stored: Index, assumed: AssumedTensors, keys: Collection[str] | None = None) -> Index:
+    """The same regions, but of assumed tensors only those of the one rank that counts; for whoever reads all shards."""
+    wanted = (fqn for fqn, owner in stored if owner is None and (keys is None or fqn in keys))
+    chosen = {fqn: choice.rank for choice in assumed.choose(wanted) for fqn in choice.keys}
+    return {
+        (fqn, owner): _of_rank(pieces, chosen[fqn]) if owner is None and fqn in chosen else pieces
+        for (fqn, owner), pieces in stored.items()
+    }
+
+
+def piece_of(pieces: Sequence[Piece], rank: int) -> Piece:
+    """The piece that this rank's shard has, of a tensor that it has whole."""
+    return next(piece for piece in pieces if rank in piece.ranks and piece.entry.box.sizes == piece.entry.global_shape)
+
+
+def _of_rank(pieces: Sequence[Piece], rank: int) -> list[Piece]:
+    return [piece_of(pieces, rank)._replace(ranks=(rank,))]
+
+
+def make_table(chunk_bytes: int, chunk_crcs: bytes, end_bytes: int, tail_crc: int) -> bytes:
+    """The checksums of the assumed tensors of one shard: of each chunk that holds nothing else, and of the rest."""
+    complete = end_bytes // chunk_bytes
+    tail = tail_crc.to_bytes(CRC_BYTES, "little") if end_bytes % chunk_bytes else b""
+    return _CHUNK_BYTES.pack(chunk_bytes) + chunk_crcs[: complete * CRC_BYTES] + tail
+
+
+def is_equal(entry: TensorEntry, one: bytes, other: bytes) -> bool:
+    """Whether two tables prove that their shards hold the same bytes of this entry, which lies at the same place."""
+    (chunk_bytes,) = _CHUNK_BYTES.unpack_from(one)
+    first = entry.offset_bytes // chunk_bytes
+    last = (entry.offset_bytes + entry.length_bytes - 1) // chunk_bytes
+    start, stop = (_CHUNK_BYTES.size + at * CRC_BYTES for at in (first, last + 1))
+    return one[: _CHUNK_BYTES.size] == other[: _CHUNK_BYTES.size] and one[start:stop] == other[start:stop] != b""

@@ -1,0 +1,296 @@
+"""Compares assumed tensors between ranks: do they hold the same, as everybody takes for granted?
+
+All of them at the first save, which is collective anyway. Later a few at some of the saves, without a word between
+ranks: each rank packs checksums into its shard, and the lowest rank of the node reads those of the others afterwards.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import struct
+from array import array
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from flashckpt import native
+from flashckpt.devices import as_bits
+from flashckpt.errors import FlashError, InternalError
+from flashckpt.format.shard import read_envelope
+from flashckpt.save.values import unpack
+from flashckpt.state.regions import local_parts, plain_local
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from flashckpt.group import PrivateGroup
+    from flashckpt.save.plan import SavePlan
+    from flashckpt.state.flatten import Flat
+    from flashckpt.store.slots import Sealed, SlotStore
+    from flashckpt.topology import Topology
+    from flashckpt.types import Generation
+
+log = logging.getLogger(__name__)
+
+WAYS_ON = (
+    "Wrap in flashckpt.PerRank what each rank has its own of; or make ranks equal before the save, e.g. with "
+    "dist.broadcast; or accept it with same_on_ranks='ignore'."
+)
+
+# What is read of each tensor, from its middle, and of all of them together at the first save: some milliseconds.
+WINDOW_BYTES = 64 << 10
+BUDGET_BYTES = 64 << 20
+# Of a later sample.
+SAMPLE_TENSORS = 64
+SAMPLE_WINDOW_BYTES = 8 << 10
+SAMPLE_EVERY = 8  # saves, on average
+
+_GATHER_BYTES = 4 << 20  # of all ranks' checksums together, where any differ
+_FEWEST_SUMS = 64
+_PENDING = 2  # samples that wait for the shards of the other ranks
+_SHOWN = 4
+
+_COMPARING = "comparing tensors that count as the same on all ranks"
+
+
+class Summary(NamedTuple):
+    """What a rank tells of its assumed tensors at the first save."""
+
+    names: int  # of keys, dtypes and shapes: only ranks with the same ones compare
+    digest: int  # of their checksums; 0: not taken
+
+
+class Comparer:
+    """Of one rank. Warns at most once about what the first save shows, and once about what later samples show."""
+
+    def __init__(self, topology: Topology, store: SlotStore, job: str, *, enabled: bool) -> None:
+        self._topology = topology
+        self._store = store
+        self._job = job
+        self._enabled = enabled
+        self._sums: array[int] = array("Q")
+        self._told: set[str] = set()
+        self._samples = enabled and len(topology.node_ranks) > 1
+        self._pending: dict[Generation, tuple[tuple[str, ...], tuple[int, ...]]] = {}
+
+    # --- at the first save ----------------------------------------------------------------------------------
+
+    def summary(self, flat: Flat, plan: SavePlan) -> Summary:
+        """Local; never raises, because the other ranks wait for the answer."""
+        if not self._enabled or not plan.assumed or self._topology.world == 1:
+            return Summary(0, 0)
+        try:
+            window = max(64, min(WINDOW_BYTES, BUDGET_BYTES // len(plan.assumed)))
+            self._sums = array("Q", checksums(flat, plan.assumed, window))
+        except (FlashError, RuntimeError) as error:
+            log.info("tensors that count as the same on all ranks are not compared: %s", error)
+            return Summary(0, 0)
+        return Summary(_names(flat, plan.assumed), _hash(self._sums.tobytes()))
+
+    def compare(self, group: PrivateGroup, summaries: Sequence[Summary], flat: Flat, plan: SavePlan) -> None:
+        """Finds out which tensors differ, where the summaries say that any do. Collective, with the same summaries."""
+        groups: dict[int, list[int]] = {}
+        for rank, one in enumerate(summaries):
+            if one.digest:
+                groups.setdefault(one.names, []).append(rank)
+        differing = [ranks for ranks in groups.values() if len({summaries[rank].digest for rank in ranks}) > 1]
+        if not differing:
+            return
+        mine = next((ranks for ranks in differing if self._topology.rank in ranks), None)
+        most = max(_FEWEST_SUMS, _GATHER_BYTES // 8 // self._topology.world)
+        runs = _runs(len(plan.assumed), most) if mine else []
+        sums = array("Q", (_run_sum(self._sums, run) for run in runs))
+        answers = group.gather(sums.tobytes(), _COMPARING)
+        if mine is None:
+            return
+        theirs = {rank: array("Q", answers[rank]) for rank in mine}
+        if len({len(one) for one in theirs.values()}) > 1:
+            raise InternalError(f"checksums of ranks {mine}: expected as many of each, found {list(map(len, answers))}")
+        keys = _keys(flat, plan.assumed)
+        found = [number for number in range(len(runs)) if len({one[number] for one in theirs.values()}) > 1]
+        self._told.update(key for number in found for key in keys[runs[number].start : runs[number].stop])
+        if self._topology.rank == mine[0] and found:
+            named = [_named(keys, runs[number]) for number in found]
+            _warn(named, {rank: one[found[0]] for rank, one in theirs.items()}, "")
+
+    # --- afterwards -----------------------------------------------------------------------------------------
+
+    def sample(self, flat: Flat, plan: SavePlan, generation: Generation) -> tuple[int, ...]:
+        """Checksums of a few tensors, for the shard; () where this generation is none of those that are sampled."""
+        if not self._samples or not plan.assumed or not is_sampled(generation.step):
+            return ()
+        count = len(plan.assumed)
+        first = _spread(generation.step) % count
+        picked = tuple(plan.assumed[(first + i) % count] for i in range(min(count, SAMPLE_TENSORS)))
+        try:
+            sums = tuple(checksums(flat, picked, SAMPLE_WINDOW_BYTES))
+        except (FlashError, RuntimeError):
+            return ()
+        sample = (_names(flat, picked), *sums)
+        if self._topology.is_leader:
+            self._pending[generation] = _keys(flat, picked), sample
+        return sample
+
+    def look_back(self) -> None:
+        """On the lowest rank of the node: compares earlier samples with what the others packed into their shards."""
+        while len(self._pending) > _PENDING:
+            del self._pending[next(iter(self._pending))]
+        if not self._pending:
+            return
+        lying = {(one.shard.generation, one.shard.rank): one for one in self._store.scan()}
+        others = self._topology.node_ranks[1:]
+        for generation in list(self._pending):
+            sealed = {rank: lying[generation, rank] for rank in others if (generation, rank) in lying}
+            if len(sealed) == len(others):
+                self._compare_samples(generation, *self._pending.pop(generation), sealed)
+
+    def _compare_samples(
+        self, generation: Generation, keys: Sequence[str], mine: tuple[int, ...], sealed: Mapping[int, Sealed]
+    ) -> None:
+        theirs = {rank: self._sample_of(one) for rank, one in sealed.items()}
+        # Only of the same keys: a rank that missed the save, or has others, says nothing here.
+        known = {rank: one for rank, one in theirs.items() if len(one) == len(mine) and one[0] == mine[0]}
+        known[self._topology.rank] = mine
+        found = [
+            number
+            for number, key in enumerate(keys, start=1)
+            if key not in self._told and len({one[number] for one in known.values()}) > 1
+        ]
+        if found:
+            self._samples = False
+            named = [repr(keys[number - 1]) for number in found]
+            _warn(named, {rank: one[found[0]] for rank, one in sorted(known.items())}, f"{generation}: ")
+
+    def _sample_of(self, sealed: Sealed) -> tuple[int, ...]:
+        """() where it can't be read: it may be recycled by now."""
+        try:
+            fd = self._store.open_shard(sealed)
+            try:
+                head = read_envelope(fd, expect=sealed.shard, job=self._job)
+                values = bytearray(head.values_length_bytes)
+                address = ctypes.addressof((ctypes.c_char * len(values)).from_buffer(values)) if values else 0
+                pieces = array("q", (head.values_offset_bytes, address, len(values)))
+                area = (fd, head.data_offset_bytes, head.data_length_bytes, head.chunk_bytes, head.chunk_crcs)
+                if not values or native.gather_read(*area, pieces, 1):
+                    return ()
+                return unpack(values).sample
+            finally:
+                os.close(fd)
+        except (FlashError, OSError):
+            return ()
+
+
+def is_sampled(step: int) -> bool:
+    """The same on every rank, and spread over steps that are multiples of anything."""
+    return _spread(step) % SAMPLE_EVERY == 0
+
+
+def checksums(flat: Flat, which: Iterable[int], window_bytes: int) -> list[int]:
+    """One number for each of these tensors, from at most so many bytes of its middle.
+
+    CRC32C where the bytes lie in this process's memory; on an accelerator a weighted sum, which it computes itself.
+    """
+    tensors, fqns = list(flat.tensors.values()), list(flat.tensors)
+    sums: list[int] = []
+    queued: list[tuple[int, torch.Tensor]] = []
+    for index in which:
+        tensor = plain_local(tensors[index])
+        if tensor is None:
+            (tensor,) = local_parts(fqns[index], tensors[index])
+        size = tensor.numel() * tensor.itemsize
+        if tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj()):
+            length = min(size, window_bytes)
+            start = (size - length) // 2
+            address = tensor.data_ptr()
+            # SAFETY: `flat` holds the tensor, and the core keeps nothing.
+            sums.append(native.crc32c((ctypes.c_char * length).from_address(address + start)) if address else 0)
+        elif tensor.is_cpu:
+            bits = as_bits(_window(tensor, window_bytes)).contiguous().view(-1).view(torch.uint8)
+            sums.append(native.crc32c(bits.numpy().data))
+        else:
+            queued.append((len(sums), _weighted_sum(_window(tensor, window_bytes))))
+            sums.append(0)
+    # The device is waited for once, and not for each tensor.
+    by_device: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
+    for one in queued:
+        by_device.setdefault(one[1].device, []).append(one)
+    for many in by_device.values():
+        told = torch.stack([value for _, value in many]).tolist()
+        for (at, _), value in zip(many, told, strict=True):
+            sums[at] = value & ((1 << 64) - 1)
+    return sums
+
+
+def _window(tensor: torch.Tensor, most_bytes: int) -> torch.Tensor:
+    """A view of at most so many bytes from the middle, but one element at least."""
+    tensor = tensor.detach()
+    while tensor.dim() and tensor.numel() * tensor.itemsize > most_bytes and tensor.numel() > 1:
+        rows = most_bytes // (tensor.numel() // tensor.shape[0] * tensor.itemsize)
+        start = (tensor.shape[0] - rows) // 2
+        tensor = tensor[start : start + rows] if rows else tensor[tensor.shape[0] // 2]
+    return tensor
+
+
+def _weighted_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """Of the bits as integers, each times its place, so that elements in another order are found too."""
+    bits = as_bits(tensor).reshape(-1).to(torch.int64)
+    return (bits * torch.arange(1, len(bits) + 1, device=bits.device)).sum()
+
+
+def _keys(flat: Flat, which: Iterable[int]) -> tuple[str, ...]:
+    fqns = list(flat.tensors)
+    return tuple(fqns[index] for index in which)
+
+
+def _names(flat: Flat, which: Iterable[int]) -> int:
+    leaves = list(flat.tensors.items())
+    named = ((leaves[index][0], leaves[index][1].dtype, tuple(leaves[index][1].shape)) for index in which)
+    return _hash("\0".join(f"{fqn}\0{dtype}\0{shape}" for fqn, dtype, shape in named).encode())
+
+
+def _hash(data: bytes) -> int:
+    """Never 0, which stands for nothing."""
+    return struct.unpack("<Q", hashlib.blake2b(data, digest_size=8).digest())[0] >> 1 or 1
+
+
+def _spread(step: int) -> int:
+    return (step * 0x9E3779B97F4A7C15 & (1 << 64) - 1) >> 32
+
+
+def _runs(count: int, most: int) -> list[range]:
+    """`count` places as at most `most` runs of neighbours."""
+    most = min(count, most)
+    return [range(count * i // most, count * (i + 1) // most) for i in range(most)]
+
+
+def _run_sum(sums: array[int], run: range) -> int:
+    return sums[run.start] if len(run) == 1 else _hash(sums[run.start : run.stop].tobytes())
+
+
+def _named(keys: Sequence[str], run: range) -> str:
+    if len(run) == 1:
+        return repr(keys[run.start])
+    return f"some of {len(run)} from {keys[run.start]!r} to {keys[run.stop - 1]!r}"
+
+
+def _warn(named: Sequence[str], by_rank: Mapping[int, int], where: str) -> None:
+    alike: dict[int, list[int]] = {}
+    for rank, value in by_rank.items():
+        alike.setdefault(value, []).append(rank)
+    sides = [f"{ranks[:8]}{' and more' if len(ranks) > 8 else ''}" for ranks in list(alike.values())[:_SHOWN]]
+    more = f" and {len(named) - _SHOWN} more" if len(named) > _SHOWN else ""
+    log.warning(
+        "%stensors that count as the same on all ranks differ between ranks: %s%s (%s: ranks %s%s). After a load all "
+        "ranks have those of rank %d. %s",
+        where,
+        ", ".join(named[:_SHOWN]),
+        more,
+        named[0],
+        " against ".join(sides),
+        f" and {len(alike) - _SHOWN} more groups" if len(alike) > _SHOWN else "",
+        min(by_rank),
+        WAYS_ON,
+    )
