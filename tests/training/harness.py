@@ -12,6 +12,9 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 
 from flashckpt import CheckpointConfig, Checkpointer, CheckpointManager, Level, NotFoundError, PerRank, failpoints
 from flashckpt.state.flatten import Whole
@@ -23,6 +26,7 @@ TIMEOUT_SECONDS = 60
 
 Verdict = Literal["right", "refused", "torn", "lost"]
 BAD = ("torn", "lost")
+Gather = Callable[[Any], list[Any]]
 Cycle = Callable[[], object]
 
 
@@ -78,6 +82,7 @@ class Run:
     device: str
     memory_dir: str
     delayed: bool  # whether the copy starts SLEEP_SECONDS after `save()`
+    gather: Gather
     manager: CheckpointManager = field(init=False)
     handle: Any = None  # of the newest save
     saves: int = 0
@@ -96,13 +101,11 @@ class Run:
         *,
         lr_scheduler: Any = None,
         states: Mapping[str, Any] | None = None,
-        reference: Iterable[Any] | None = None,
         **settings: Any,
     ) -> CheckpointManager:
-        """Makes the manager. `reference`: the optimizers that hold the state, where they aren't those given."""
-        self._parts, self._schedulers = _listed(model), _listed(lr_scheduler)
-        self._optimizers = list(reference) if reference is not None else _listed(optimizer)
-        self._states = states or {}
+        """Makes the manager, with these parts and settings."""
+        self._parts, self._optimizers = _listed(model), _listed(optimizer)
+        self._schedulers, self._states = _listed(lr_scheduler), states or {}
         config = {"job": "table", "memory_dir": self.memory_dir, "enable_first_step_checkpoint": False, **settings}
         config.setdefault("verify", True)  # the default, which other tests raise to "recheck" by the environment
         self.manager = CheckpointManager(
@@ -136,6 +139,8 @@ class Run:
     def reference(self) -> dict[str, Any]:
         """The state as it is now, bit for bit, in the layout of a manager's checkpoint."""
         state: dict[str, Any] = {"model": {}}
+        if any(isinstance(module, FullyShardedDataParallel) for part in self._parts for module in part.modules()):
+            return self._reference_by_torch()
         for part in self._parts:
             state["model"].update({_clean(name): _cloned(value) for name, value in part.state_dict().items()})
         names = {id(p): _clean(name) for part in self._parts for name, p in part.named_parameters()}
@@ -161,12 +166,33 @@ class Run:
         state.update({name: _cloned(_stateful(value)) for name, value in self._states.items()})
         return state
 
+    def _reference_by_torch(self) -> dict[str, Any]:
+        """FSDP1 keeps flat parameters: only torch's helper knows what belongs to which name."""
+        (model,), (optimizer,) = self._parts, self._optimizers
+        told = get_optimizer_state_dict(model, optimizer)
+        options = {
+            name: Whole({key: value for key, value in group.items() if key != "params"})
+            for group in told["param_groups"]
+            for name in group["params"]
+        }
+        moments = {name: _cloned(values) for name, values in told["state"].items()}
+        return {
+            "model": _cloned(get_model_state_dict(model)),
+            "optimizer": {"state": moments, "param_groups": options},
+        }
 
-def run_pattern(pattern: Pattern, device: str, *, delayed: bool) -> Result:
-    """Trains, saves, misbehaves, and reads every save back."""
-    memory_dir = tempfile.mkdtemp(prefix="flashckpt-test-", dir="/dev/shm")
+
+def run_pattern(
+    pattern: Pattern, device: str, *, delayed: bool, memory_dir: str | None = None, gather: Gather | None = None
+) -> Result:
+    """Trains, saves, misbehaves, and reads every save back.
+
+    Of several ranks, each calls it with the same `memory_dir`; `gather` gives what all of them told.
+    """
+    own_dir = tempfile.mkdtemp(prefix="flashckpt-test-", dir="/dev/shm") if memory_dir is None else None
+    memory_dir = memory_dir or own_dir
     torch.manual_seed(0)
-    run = Run(device, memory_dir, delayed)
+    run = Run(device, memory_dir, delayed, gather or (lambda told: [told]))
     try:
         with run.cleanup:
             if pattern.group:
@@ -183,7 +209,8 @@ def run_pattern(pattern: Pattern, device: str, *, delayed: bool) -> Result:
             return Result(saves, run.notes)
     finally:
         failpoints.arm()
-        shutil.rmtree(memory_dir, ignore_errors=True)
+        if own_dir is not None:
+            shutil.rmtree(own_dir, ignore_errors=True)
 
 
 def _save_and_check(run: Run, reader: Checkpointer, cycle: Cycle, step: int) -> Saved:
@@ -195,6 +222,8 @@ def _save_and_check(run: Run, reader: Checkpointer, cycle: Cycle, step: int) -> 
     run.saves += 1
     cycle()
     outcome = handle.wait("sealed", timeout=TIMEOUT_SECONDS)
+    told = run.gather((str(outcome), handle.reason))
+    bad = [(one, reason) for one, reason in told if one != "ok"]
     torn = _read_besides(run, reader)
 
     def saved(verdict: Verdict, detail: str) -> Saved:
@@ -202,12 +231,13 @@ def _save_and_check(run: Run, reader: Checkpointer, cycle: Cycle, step: int) -> 
 
     if torn:
         return saved("torn", torn)
-    if outcome == "ok":
+    if not bad:
         different = _read_back(reader, step, reference)
         return saved("torn" if different else "right", ", ".join(different))
-    if outcome == "failed" and any(key in handle.reason for key in _leaves(reference)):
-        return saved("refused", handle.reason)
-    return saved("lost", f"{outcome}: {handle.reason}")  # not a refusal that names a tensor
+    keys = _leaves(reference)
+    if all(one == "failed" and any(key in reason for key in keys) for one, reason in bad):
+        return saved("refused", "; ".join(reason for _, reason in bad))
+    return saved("lost", "; ".join(f"{one}: {reason}" for one, reason in bad))  # not a refusal that names a tensor
 
 
 def _read_besides(run: Run, reader: Checkpointer) -> str:
@@ -251,6 +281,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -269,6 +300,10 @@ def _cloned(value: Any) -> Any:
 
 def _blank(value: Any) -> Any:
     """The same structure to load into, in host memory, with other contents."""
+    if isinstance(value, DTensor):
+        blank = torch.empty_like(value)
+        bits(blank).fill_(0x5A)
+        return blank
     if isinstance(value, torch.Tensor):
         blank = torch.empty(value.shape, dtype=value.dtype)
         blank.reshape(-1).view(torch.uint8).fill_(0x5A)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from tests.training import harness
+from tests.conftest import torchrun
+from tests.training import harness, ranks
 from tests.training.harness import Run, run_pattern
 from tests.training.patterns import PATTERNS
 
@@ -33,6 +38,29 @@ def test_right_or_refused(name, delayed):
     pattern = PATTERNS[name]
     result = run_pattern(pattern, "cpu", delayed=delayed)
     assert result.problems(pattern, delayed=delayed) == []
+
+
+@pytest.fixture(scope="module")
+def found_by_ranks(tmp_path_factory):
+    """What two ranks found, row by row, in one launch."""
+    out = tmp_path_factory.mktemp("ranks")
+    memory = tempfile.mkdtemp(prefix="flashckpt-test-", dir="/dev/shm")
+    try:
+        code, output = torchrun(2, Path(ranks.__file__), memory, out)
+    finally:
+        shutil.rmtree(memory, ignore_errors=True)
+    assert code == 0, output
+    return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("delayed", ["delayed", "at_once"])
+@pytest.mark.parametrize("name", list(ranks.PATTERNS))
+def test_right_or_refused_on_two_ranks(name, delayed, found_by_ranks):
+    if name == "accelerated":
+        pytest.importorskip("accelerate")
+    assert [found[f"{name}-{delayed}"] for found in found_by_ranks] == [[], []]
 
 
 def test_the_table_sees_one_bit(monkeypatch):
