@@ -127,6 +127,22 @@ class Recovery:
     def __init__(self, ground: Ground) -> None:
         self._ground = ground
         self._touched = False
+        self._attempt: Readable | None = None  # the one that is under way
+
+    def __enter__(self) -> Recovery:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        """An error that comes after tensors were written to says so."""
+        if error is not None and self.touched and not _says_so(error):
+            said = "tensors were written to before load() ended: load again, or end the process, before they are used"
+            error.add_note(f"flashckpt: {said}")
+            log.warning("%s: %s", type(error).__name__, said)
+
+    @property
+    def touched(self) -> bool:
+        """Whether this rank's tensors may have been written to."""
+        return self._touched or (self._attempt is not None and self._attempt.touched)
 
     def take_inventory(self) -> Inventory:
         """What every node holds; one rank of each node asks its agent. Collective."""
@@ -243,6 +259,7 @@ class Recovery:
     def _try(self, attempt: Readable, state_dict: MutableMapping[Any, Any], request: Request) -> LoadResult:
         ground, generation = self._ground, attempt.generation
         began = time.perf_counter()
+        self._attempt = attempt
         attempt.describe()
         proved = time.perf_counter()
         plans: list[_ReadPlan] = []
@@ -305,7 +322,7 @@ class Recovery:
     def refuse_if_touched(self, error: UnusableError) -> None:
         """Before a fresh start: raises where tensors of any rank were written to, which would begin with them.
         Collective."""
-        answers = self._ground.group.gather(bytes([self._touched]), "comparing what was written to")
+        answers = self._ground.group.gather(bytes([self.touched]), "comparing what was written to")
         if ranks := [rank for rank, answer in enumerate(answers) if answer != b"\0"]:
             raise UnusableError(
                 f"{error.message}\n  allow_fresh: expected untouched tensors to start anew with, found that those of "
@@ -316,11 +333,15 @@ class Recovery:
 
     def _unusable(self, choice: Choice, stepped_over: Sequence[str]) -> UnusableError:
         tried = "".join(f"\n  - {line}" for line in stepped_over)
-        touched = "; tensors were written to before the damage was found" if self._touched else ""
+        touched = "; tensors were written to before the damage was found" if self.touched else ""
         return UnusableError(
             f"job {self._ground.job!r}: shards exist, but no generation is usable{touched}:{tried}{_listed(choice)}",
-            touched=self._touched,
+            touched=self.touched,
         )
+
+
+def _says_so(error: BaseException) -> bool:
+    return isinstance(error, UnusableError) and bool(error.fields.get("touched"))
 
 
 @dataclass(frozen=True, slots=True)
