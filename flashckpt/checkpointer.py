@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
-import threading
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
+from flashckpt.collector import resume_collector
 from flashckpt.config import CheckpointConfig, Settings, resolve
 from flashckpt.errors import (
     ClosedError,
     ConfigError,
-    ConflictError,
     DeadlineError,
     FlashError,
     NotFoundError,
@@ -36,10 +36,11 @@ from flashckpt.save.prewarm import Prewarm
 from flashckpt.save.retention import State
 from flashckpt.save.snapshot import when_ready
 from flashckpt.save.write import ShardWriter
+from flashckpt.turns import Turn, Turns
 from flashckpt.types import Fence, Generation, Launch, Level, Outcome, Session, ShardId
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+    from collections.abc import Callable, Mapping, MutableMapping, Sequence
 
     import torch
     import torch.distributed as dist
@@ -79,11 +80,36 @@ class DcpOrigin:
     session: Session | None  # None where there is no agent
 
 
+P = ParamSpec("P")
+
+
+def _given_up_on_error(
+    save: Callable[Concatenate[Checkpointer, P], SaveHandle],
+) -> Callable[Concatenate[Checkpointer, P], SaveHandle]:
+    """A caller that gets an exception in the place of a handle does not wait for the copy: it must not be sealed."""
+
+    @functools.wraps(save)
+    def call(self: Checkpointer, /, *args: P.args, **kwargs: P.kwargs) -> SaveHandle:
+        before = self._overlap.handle
+        try:
+            return save(self, *args, **kwargs)
+        except BaseException:
+            begun = self._overlap.handle
+            if begun is not None and begun is not before:
+                begun.give_up()
+            raise
+
+    return call
+
+
 class Checkpointer:
     """Saves and loads state dicts. Make one on every rank; a context manager.
 
     Start, `load`, `start_fresh`, `prewarm` and the first `save` are collective over a private group; all later
     saves are local. Nothing here is thread-safe against itself: overlapping calls raise ConflictError.
+
+    An exception at any moment, as of Ctrl-C or an alarm, leaves it usable or closed. Where other ranks were in the same
+    collective call it says so at the next one: then it has to be made anew.
     """
 
     def __init__(
@@ -91,13 +117,24 @@ class Checkpointer:
     ) -> None:
         self.config = config or CheckpointConfig()
         self._settings = resolve(self.config)
-        self._exclusive = threading.Lock()
-        self._closed = False
+        self._turns = Turns(self._mend, self.settle)
+        self._closed = self._all_closed = False
         self._outcomes = Outcomes(self.config)
+        self._overlap = Overlap()
+        self._prewarm = Prewarm()
         if self._settings.disabled:
             log.warning("FLASHCKPT_DISABLE is set: nothing is saved or loaded")
             return
-        opened = open_all(self._settings, process_group)
+        undo = contextlib.ExitStack()
+        try:
+            self._open(process_group, undo)
+        except BaseException:
+            self._closed = self._all_closed = True
+            undo.close()
+            raise
+
+    def _open(self, process_group: dist.ProcessGroup | None, undo: contextlib.ExitStack) -> None:
+        opened = open_all(self._settings, process_group, undo)
         self._settings, self._group, self._store = opened.settings, opened.group, opened.store
         self._topology, self._threads = opened.topology, opened.threads
         self._slots, self._memory = opened.slots, opened.memory
@@ -107,17 +144,16 @@ class Checkpointer:
         self._preparer = Preparer(
             self.config, self._topology, self._group, self._store, self._writer, self._settings.job
         )
-        self._overlap = Overlap()
         self._deferrals = Deferrals(
             recheck=self._settings.rechecks,
             device_snapshot=self.config.device_snapshot,
             threads=self._threads,
             timeout=self.config.save_timeout,
         )
-        self._prewarm = Prewarm()
 
     # --- save -----------------------------------------------------------------------------------------------
 
+    @_given_up_on_error
     def save(
         self,
         step: int,
@@ -229,10 +265,9 @@ class Checkpointer:
         self._slots.follow(handle)
         self._outcomes.ended(handle, Outcome.OK, "")
 
-    def settle(self) -> None:
+    def settle(self, timeout: float | None = None) -> None:
         """Returns when no overlapped save is under way; raises what it raised. Local."""
-        if not self._settings.disabled:
-            self._overlap.settle(self.config.save_timeout + self.config.peer_timeout)
+        self._overlap.settle(self.config.save_timeout + self.config.peer_timeout if timeout is None else timeout)
 
     def prewarm(self, state_dict: Mapping[Any, Any], *, background: bool = False) -> None:
         """Allocates, maps and faults the slots ahead of the first save. Collective.
@@ -299,8 +334,6 @@ class Checkpointer:
             if not read_only:
                 self._renew_launch()
             recovery = Recovery(ground)
-            inventory = recovery.take_inventory()
-            inventoried = time.perf_counter()
             request = Request(
                 step=step,
                 keys=None if keys is None else tuple(keys),
@@ -308,25 +341,29 @@ class Checkpointer:
                 cast=cast,
                 screen=screen,
             )
-            try:
-                result = load_newest(recovery, ground, inventory, on_disk, self.config.persist_dir, state_dict, request)
-            except UnusableError as error:
-                if not allow_fresh:
-                    raise
-                recovery.refuse_if_touched(error)
-                log.warning("nothing usable; allow_fresh: starting anew")
-                result = None
-            if result is None and inventory.quarantined and not allow_fresh:
-                raise UnusableError(
-                    f"job {self._settings.job!r}: nothing but {inventory.quarantined} quarantined shards exist"
-                )
-            if not read_only:
-                self._put_fence(result.generation if result else None)
-            if result is None:
-                return None
-            timings = dataclasses.replace(result.timings, inventory=inventoried - began)
-            log.info("loaded %s from %s in %.3f s", result.generation, result.source, timings.total)
-            return dataclasses.replace(result, timings=timings)
+            with recovery:
+                inventory = recovery.take_inventory()
+                inventoried = time.perf_counter()
+                try:
+                    persist_dir = self.config.persist_dir
+                    result = load_newest(recovery, ground, inventory, on_disk, persist_dir, state_dict, request)
+                except UnusableError as error:
+                    if not allow_fresh:
+                        raise
+                    recovery.refuse_if_touched(error)
+                    log.warning("nothing usable; allow_fresh: starting anew")
+                    result = None
+                if result is None and inventory.quarantined and not allow_fresh:
+                    raise UnusableError(
+                        f"job {self._settings.job!r}: nothing but {inventory.quarantined} quarantined shards exist"
+                    )
+                if not read_only:
+                    self._put_fence(result.generation if result else None)
+                if result is None:
+                    return None
+                timings = dataclasses.replace(result.timings, inventory=inventoried - began)
+                log.info("loaded %s from %s in %.3f s", result.generation, result.source, timings.total)
+                return dataclasses.replace(result, timings=timings)
 
     def load_path(
         self,
@@ -350,7 +387,8 @@ class Checkpointer:
 
             request = Request(strict=strict, cast=cast, screen=screen)
             ground = self.ground()
-            return load_path(Recovery(ground), ground, path, state_dict, request, only_hf=only_hf)
+            with Recovery(ground) as recovery:
+                return load_path(recovery, ground, path, state_dict, request, only_hf=only_hf)
 
     def start_fresh(self) -> None:
         """Declares everything that earlier launches saved dead. Collective. Their memory is reused by later saves."""
@@ -447,20 +485,40 @@ class Checkpointer:
             device_copies=self._writer.device_copies,
         )
 
-    def close(self) -> None:
-        """Ends the use of the store; what is sealed stays. May be called twice."""
-        if self._closed:
-            return
+    def close(self, timeout: float | None = None) -> None:
+        """Ends the use of the store; what is sealed stays.
+
+        Waits at most `timeout` (default save_timeout) seconds, in all, for a copy that is under way and for the agent;
+        what has not ended by then is left behind, with a warning. May be called twice; where an exception ended it,
+        once more to finish it.
+        """
         self._closed = True
+        if self._all_closed:
+            return
         if not self._settings.disabled:
-            with contextlib.suppress(Exception):  # its handle tells
-                self.settle()
-            self._overlap.close()
-            self._prewarm.wait(self.config.start_timeout)
-            self._slots.close()
+            self._close_all(self.config.save_timeout if timeout is None else timeout)
+        self._all_closed = True
+
+    def _close_all(self, timeout: float) -> None:
+        """Each part may be closed twice. A part of the time is kept for each that waits."""
+        began = time.monotonic()
+
+        def left(share: float) -> float:
+            return max(0.0, began + share * timeout - time.monotonic())
+
+        with contextlib.suppress(Exception):  # its handle tells
+            self.settle(left(0.6))
+        self._overlap.close()
+        self._prewarm.wait(left(0.8))
+        self._slots.close(left(1.0))
+        if self._overlap.handle is not None or self._prewarm.is_running:
+            # SAFETY: whoever still writes into a slot needs its mapping.
+            log.warning("closed within %.1f s while a copy hangs: its slot and mapping stay until it ends", timeout)
+        else:
+            resume_collector()
             self._writer.close()
             self._store.close()
-            self._group.close()
+        self._group.close()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -528,16 +586,23 @@ class Checkpointer:
         if self._closed:
             raise ClosedError("this Checkpointer was closed")
 
-    @contextlib.contextmanager
-    def _alone(self, doing: str) -> Iterator[None]:
+    def _alone(self, doing: str) -> Turn:
         self._check_open()
-        if not self._exclusive.acquire(blocking=False):
-            raise ConflictError(f"{doing}() called while another call is under way", hint="call from one thread")
-        try:
+        return self._turns.take(doing, 0 if self._settings.disabled else self._group.rounds)
+
+    def _mend(self, broken: Turn) -> None:
+        """Before the first call after one that ended with an exception, at whatever instruction. May be repeated."""
+        resume_collector()
+        if self._settings.disabled:
+            return
+        if not broken.has_failed:
+            self._group.leave(broken.doing, broken.since)
+        with contextlib.suppress(Exception):  # its handle tells
             self.settle()
-            yield
-        finally:
-            self._exclusive.release()
+        self._finish_prewarm(self.config.save_timeout)
+        freed = self._store.take_back()
+        if freed:
+            log.info("%d slots are free again that an exception in %s() had left half written", freed, broken.doing)
 
     def _renew_launch(self) -> None:
         """Collective."""

@@ -348,7 +348,7 @@ class CheckpointManager:
             for owner in owners:
                 owner.renaming = Renaming()
             if self._state.optimizer is not None:
-                self._state.optimizer.undo()
+                self._state.optimizer.end_load()
 
     def apply_dataloader_state(self, dataloader: Any) -> bool:
         """Hands a data loader that was made after `load` the state that was kept for it. False: there is none."""

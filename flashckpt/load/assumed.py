@@ -128,7 +128,9 @@ def assumed_entries(entries: Iterable[TensorEntry], end_bytes: int) -> Iterator[
     return (
         one
         for one in entries
-        if 0 < one.length_bytes <= end_bytes - one.offset_bytes and not one.per_rank and one.box.sizes == one.global_shape
+        if 0 < one.length_bytes <= end_bytes - one.offset_bytes
+        and not one.per_rank
+        and one.box.sizes == one.global_shape
     )
 
 

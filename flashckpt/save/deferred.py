@@ -17,6 +17,7 @@ from flashckpt.devices import clone_on_device
 from flashckpt.errors import BusyError, ChangedError
 from flashckpt.save.checksums import Checksums
 from flashckpt.state.regions import local_parts, plain_local
+from flashckpt.workers import Flag
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -149,7 +150,7 @@ class Deferred:
         self._checksums = checksums
         self._timeout = timeout
         self._overlapped = overlapped
-        self._taken = threading.Event()
+        self._taken = Flag()
         self._lock = threading.Lock()  # protects what follows: the copying thread and callers at the gate
         self._changed: list[str] | None = None  # once it is decided
         self._events: Mapping[torch.device, torch.Event] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from flashckpt.errors import ConfigError, DeadlineError
 from flashckpt.types import Generation, Level, Outcome
+from flashckpt.workers import Changed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,7 +58,7 @@ class SaveHandle:
         self._stopped = ""  # why it will never get further than it is
         self._level = Level.NONE
         self._outcome: Outcome | None = None
-        self._changed = threading.Condition()
+        self._changed = Changed()
 
     @property
     def level(self) -> Level:
@@ -90,15 +90,15 @@ class SaveHandle:
             )
         deadline = None if timeout is None else time.monotonic() + timeout
         if wanted is Level.PERSISTED and self._level < wanted:
-            with self._changed:  # an overlapped save can be asked for once it is sealed
-                self._changed.wait_for(lambda: self._outcome is not None, timeout)
+            # An overlapped save can be asked for once it is sealed.
+            self._changed.wait_for(lambda: self._outcome is not None, timeout)
             self.request_persist()
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        ended = self._changed.wait_for(
+            lambda: self._level >= wanted or bool(self._stopped) or self._outcome not in (None, Outcome.OK),
+            left,
+        )
         with self._changed:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            ended = self._changed.wait_for(
-                lambda: self._level >= wanted or bool(self._stopped) or self._outcome not in (None, Outcome.OK),
-                left,
-            )
             if ended and self._level < wanted and self._outcome in (None, Outcome.OK):
                 self.reason = self._stopped
                 return Outcome.FAILED
@@ -114,8 +114,7 @@ class SaveHandle:
 
     def wait_until_copied(self, timeout: float) -> bool:
         """Return True once tensors may be changed: STAGED, ended, or all copies are `queued`. False after `timeout`."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self.is_copied or self.queued is not None, timeout)
+        return self._changed.wait_for(lambda: self.is_copied or self.queued is not None, timeout)
 
     def queue(self, queued: Queued) -> None:
         """No tensor is read any more but by copies that are queued on devices."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
 from flashckpt.errors import DeadlineError
+from flashckpt.workers import Pending, Worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,30 +21,33 @@ class Overlap:
     """At most one save under way; whoever touches what it reads or writes waits for it first."""
 
     def __init__(self) -> None:
-        self._pool: ThreadPoolExecutor | None = None
-        self._running: tuple[SaveHandle, Future[None]] | None = None
+        # Kept: a thread that is made anew for each save would fault its stack and allocator arena in each time.
+        self._worker = Worker("flashckpt-save", finishes=True)
+        self._running: tuple[SaveHandle, Pending[None]] | None = None
 
     @property
     def handle(self) -> SaveHandle | None:
         """Of the save that is under way."""
-        if self._running is None or self._running[1].done():
-            return None
-        return self._running[0]
+        running = self._running
+        return None if running is None or running[1].done else running[0]
 
     def start(self, handle: SaveHandle, write: Callable[[], None]) -> None:
         """`write` runs in the thread; what it raises is raised by the next `settle`."""
-        if self._pool is None:
-            # Kept: a thread that is made anew for each save would fault its stack and allocator arena in each time.
-            self._pool = ThreadPoolExecutor(1, thread_name_prefix="flashckpt-save")
-        self._running = handle, self._pool.submit(write)
+        pending = Pending(write)
+        try:
+            self._running = handle, pending  # before it begins: an exception may come at any moment
+            self._worker.hand_over(pending)
+        except BaseException:
+            if not pending.cancel():
+                handle.give_up()  # nobody will wait for the copy before the tensors change
+            raise
 
     def settle(self, timeout: float) -> None:
         """Returns when no save is under way. DeadlineError where it does not end; the save is lost then."""
         if self._running is None:
             return
-        handle, future = self._running
-        wait([future], timeout)
-        if not future.done():
+        handle, pending = self._running
+        if not pending.wait(timeout):
             handle.give_up()
             raise DeadlineError(
                 f"step {handle.step}: the copy in the background did not end within {timeout:g} s",
@@ -52,12 +55,11 @@ class Overlap:
                 step=handle.step,
             )
         self._running = None
-        future.result()
+        if not pending.cancelled:
+            pending.result()
 
     def close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=self.handle is None, cancel_futures=True)
-            self._pool = None
+        self._worker.close()
 
 
 def wait_until_staged(handle: SaveHandle, timeout: float) -> float:

@@ -83,7 +83,8 @@ class Slots(Protocol):
     def put_fence(self, fence: Fence, base: Generation | None) -> None:
         """Declares what lies above dead; `base` is the generation that was loaded."""
 
-    def close(self) -> None: ...
+    def close(self, timeout: float) -> None:
+        """What has not ended within `timeout` seconds ends by itself. May be called again."""
 
 
 class OwnSlots:
@@ -165,7 +166,7 @@ class OwnSlots:
     def put_fence(self, fence: Fence, base: Generation | None) -> None:
         self._store.write_fence(fence)
 
-    def close(self) -> None:
+    def close(self, timeout: float) -> None:
         pass
 
     def _release_left_behind(self, others: list[Sealed], free: set[Generation], shard: ShardId) -> None:

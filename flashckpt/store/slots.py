@@ -133,8 +133,7 @@ class SlotStore(JobFiles):
             return
         try:
             if self._is_our_process():
-                for slot in list(self._writing.values()):
-                    self.abandon(slot)
+                self.take_back()
                 if remove_pool:
                     self._supply.remove_free(own=True)
         except FlashError as error:
@@ -255,6 +254,7 @@ class SlotStore(JobFiles):
             except ConflictError:
                 self._directory.move(State.SEALED, sealed.name, State.WRITING, writing_name)
                 raise
+        self._supply.taken.discard(slot.slot_id)
         failpoint("after_rename_sealed")
         return sealed
 
@@ -280,7 +280,9 @@ class SlotStore(JobFiles):
         # By way of writing/, under our name: nobody can take it out of the pool while it still has a valid
         # preamble, and if we die here it is found as any other slot of a dead writer.
         writing_name = slot_name(sealed.slot_id, self._owner)
+        self._supply.taken.add(sealed.slot_id)
         if not self._directory.move(State.SEALED, sealed.name, State.WRITING, writing_name):
+            self._supply.taken.discard(sealed.slot_id)
             return False
         try:
             failpoint("mid_release")
@@ -292,6 +294,7 @@ class SlotStore(JobFiles):
             # grant() and attach() erase once more.
             pool_name = slot_name(sealed.slot_id, sealed.writer)
             self._directory.move(State.WRITING, writing_name, State.POOL, pool_name)
+            self._supply.taken.discard(sealed.slot_id)
         failpoint("after_release")
         return True
 
@@ -311,6 +314,16 @@ class SlotStore(JobFiles):
                 kept.append((found.st_ctime_ns, name))
         for _, name in sorted(kept)[:-_QUARANTINED_FILES]:
             self._directory.remove(State.QUARANTINE, name)
+
+    def take_back(self) -> int:
+        """Frees what an exception left half done: slots that were claimed, attached or on their way elsewhere. Only
+        while no thread of this process claims, writes or releases here. Returns how many."""
+        self._check_usable()
+        freed = 0
+        for slot in list(self._writing.values()):
+            self.abandon(slot)
+            freed += 1
+        return freed + self._supply.take_back()
 
     def reclaim(self) -> Reclaimed:
         """Takes back what dead writers were filling, and drops what another boot left."""
@@ -383,6 +396,7 @@ class SlotStore(JobFiles):
                 slot_id=slot_id,
             )
         self._supply.forget_unlinked()
+        self._supply.taken.add(slot_id)
         try:
             mapping = self._supply.attach(slot_id, size_bytes)
             failpoint("after_attach")

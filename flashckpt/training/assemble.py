@@ -161,12 +161,17 @@ def _schedulers(lr_scheduler: Any) -> tuple[Any, ...]:
 
 
 def _capable(dataloader: Any) -> Any:
-    if dataloader is None or isinstance(dataloader, Stateful):
+    # accelerate's loaders have the methods, and pass them on to the loader inside, which most often has none.
+    inside = getattr(dataloader, "base_dataloader", dataloader)
+    if dataloader is None or (isinstance(dataloader, Stateful) and isinstance(inside, Stateful)):
         return dataloader
+    advice = "torchdata's StatefulDataLoader has one"
+    if inside is not dataloader:
+        advice += "; accelerate uses it with DataLoaderConfiguration(use_stateful_dataloader=True)"
     log.warning(
-        "dataloader: a %s has no state_dict(): its position is not saved, and a resumed run starts it anew. "
-        "torchdata's StatefulDataLoader has one",
+        "dataloader: a %s has no state_dict(): its position is not saved, and a resumed run starts it anew. %s",
         type(dataloader).__name__,
+        advice,
     )
     return None
 

@@ -61,6 +61,8 @@ OUTSIDE = {
     "failpoints": set(),
     "niceness": set(),
     "collector": set(),
+    "workers": set(),
+    "turns": set(),
     "cli": {
         *("click", "rich", "agent", "demo", "format", "store", "save", "native", "bench", "load", "export"),
         *("persist", "training", "doctor"),
@@ -76,6 +78,8 @@ BASE = {
     "failpoints",
     "niceness",
     "collector",
+    "workers",
+    "turns",
     "topology",
     "launch",
     "group",

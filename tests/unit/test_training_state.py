@@ -13,11 +13,13 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 
 from flashckpt import ConfigError, StructureError
 from flashckpt.format.values import decode_values, encode_values
+from flashckpt.load.recover import Found
 from flashckpt.state.flatten import Whole, flatten
 from flashckpt.training.assemble import TrainingState
 from flashckpt.training.model import ModelState
 from flashckpt.training.optimizer import OptimizerState, own
 from flashckpt.training.rng import capture_rng, restore_rng
+from flashckpt.types import Box, TensorEntry
 
 
 def step(model, optimizer, batch=None):
@@ -42,43 +44,66 @@ def test_capturing_a_fresh_optimizer_does_not_make_it_take_a_step():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def found(captured):
+    """What a load finds where `captured` was saved."""
+    flat = flatten({"optimizer": captured})
+
+    def entry(key):
+        tensor = flat.tensors.get(key)
+        if tensor is None:
+            return None
+        shape = tuple(tensor.shape)
+        box = Box((0,) * len(shape), shape)
+        return TensorEntry(key, flat.path(key), str(tensor.dtype).removeprefix("torch."), shape, box, 0, 0)
+
+    keys = frozenset((*flat.tensors, *flat.values))
+    return Found(1, 1, None, keys, entry, lambda key: (key in flat.values, flat.values.get(key)))
+
+
+def stepped(model, optimizer, part=None):
+    (part or model)(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+    captured = OptimizerState(own([model], optimizer)).capture()
+    optimizer.zero_grad()
+    return captured
+
+
 @pytest.mark.parametrize("with_gradients", [False, True])
 def test_a_fresh_optimizer_makes_room_for_its_moments(with_gradients):
+    other = nn.Linear(4, 4)
+    saved = found(stepped(other, torch.optim.AdamW(other.parameters())))
     model = nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters())
-    if with_gradients:  # torch would take that for "initialised" and make no room
+    if with_gradients:
         model(torch.randn(2, 4)).sum().backward()
-    gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    gradients = [p.grad for p in model.parameters()]
     before = model.weight.clone()
     state = OptimizerState(own([model], optimizer))
+    assert not state.lay_out(saved)
     assert set(state.state_dict()["state"]["weight"]) == {"step", "exp_avg", "exp_avg_sq"}
     assert torch.equal(model.weight, before)
-    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-        assert (parameter.grad is None) == (gradient is None)
-        assert gradient is None or torch.equal(parameter.grad, gradient)
-    state.undo()
-    assert not optimizer.state  # nothing was loaded: it is as fresh as before
+    assert all(p.grad is gradient for p, gradient in zip(model.parameters(), gradients, strict=True))
+    assert not optimizer.state  # nothing is loaded yet: it is as fresh as before
+    state.end_load()
+    assert "state" not in state.state_dict()
 
 
 def test_parameters_without_state_have_none_afterwards():
     model = nn.ModuleDict({"used": nn.Linear(4, 4), "unused": nn.Linear(4, 4)})
-    optimizer = torch.optim.AdamW(model.parameters())
-    model["used"](torch.randn(2, 4)).sum().backward()
-    optimizer.step()
-    saved = OptimizerState(own([model], optimizer)).capture()
+    saved = stepped(model, torch.optim.AdamW(model.parameters()), model["used"])
     assert set(saved["state"]) == {"used.weight", "used.bias"}
 
-    other = nn.ModuleDict({"used": nn.Linear(4, 4), "unused": nn.Linear(4, 4)})
-    fresh = torch.optim.AdamW(other.parameters())
-    state = OptimizerState(own([other], fresh))
-    template = state.state_dict()
-    assert "unused.weight" in template["state"]
-    state.saved_parameters = {"used.weight", "used.bias"}
-    assert state.unfilled() == {"unused.weight", "unused.bias"}
-    for name, values in saved["state"].items():
-        template["state"][name].update(values)
-    state.load_state_dict(template)
-    assert set(fresh.state) == {other["used"].weight, other["used"].bias}
+    for fresh in (True, False):
+        other = nn.ModuleDict({"used": nn.Linear(4, 4), "unused": nn.Linear(4, 4)})
+        optimizer = torch.optim.AdamW(other.parameters())
+        if not fresh:
+            stepped(other, optimizer, nn.Sequential(other["used"], other["unused"]))
+        state = OptimizerState(own([other], optimizer))
+        state.lay_out(found(saved))
+        template = state.state_dict()
+        assert set(template["state"]) == {"used.weight", "used.bias"}
+        state.load_state_dict(template)
+        assert set(optimizer.state) == {other["used"].weight, other["used"].bias}
 
 
 def test_groups_that_were_split_otherwise_are_refused():
@@ -171,8 +196,8 @@ def test_a_capture_is_what_torchs_helpers_tell_the_second_time_too(wrap):
         optimizer.step()
         optimizer.zero_grad()
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
-    with pytest.raises(KeyError):
-        state.capture()  # not the model's: torch's helper is asked again, and says so
+    with pytest.raises(ConfigError, match="1 of 5 parameters of AdamW are not the model's"):
+        state.capture()
 
 
 # --- random numbers ---------------------------------------------------------------------------------------
