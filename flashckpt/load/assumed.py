@@ -125,11 +125,10 @@ class AssumedTensors:
 
 def assumed_entries(entries: Iterable[TensorEntry], end_bytes: int) -> Iterator[TensorEntry]:
     """Those of a shard whose assumed tensors end at `end_bytes` of its data area."""
-    return (
-        one
-        for one in entries
-        if 0 < one.length_bytes <= end_bytes - one.offset_bytes and not one.per_rank and one.box.sizes == one.global_shape
-    )
+    for one in entries:
+        is_before = 0 < one.length_bytes <= end_bytes - one.offset_bytes
+        if is_before and not one.per_rank and one.box.sizes == one.global_shape:
+            yield one
 
 
 def only_from_one(stored: Index, assumed: AssumedTensors, keys: Collection[str] | None = None) -> Index:
