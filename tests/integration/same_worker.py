@@ -100,12 +100,14 @@ def gathered(state):
 
 def by_checkpointer(kind, config):
     with flashckpt.Checkpointer(config) as checkpointer:
+        if kind == "prewarmed":
+            checkpointer.prewarm({"states": numbered(0, 0), "own": flashckpt.PerRank(torch.zeros(3))})
         for step in (1, 2):
             state = plain_states(kind, step)
             handle = checkpointer.save(step, state)
             if handle.outcome != "ok":
                 sys.exit(f"{kind}: {handle}")
-            handle.wait("replicated" if config.agent == "auto" else "sealed", timeout=60)
+            handle.wait("sealed" if config.agent == "off" or not config.replicas else "replicated", timeout=60)
             dist.barrier()
         saved = gathered(state)
         live = plain_states(kind, 0)
@@ -177,6 +179,8 @@ def main():
     for kind in kinds:
         name, _, how = kind.partition(":")
         settings = {} if memory_dir == "-" else {"memory_dir": memory_dir, "agent": "off"}
+        if name == "partly":
+            settings["replicas"] = 0
         if how == "ignore":
             settings["same_on_ranks"] = "ignore"
         config = flashckpt.CheckpointConfig(job=f"same-{kind}".replace(":", "-"), start_timeout=60, **settings)
