@@ -7,6 +7,7 @@
 #include <mutex>
 #include <string>
 
+#include "copies.h"
 #include "memory.h"
 #include "operators.h"
 #include "streams.h"
@@ -175,7 +176,10 @@ void simdev_counts(int64_t* counts) {
     }
 }
 
-void simdev_reset_counts() { simdev::reset_copy_counts(); }
+void simdev_reset_counts() {
+    simdev::reset_copy_counts();
+    simdev::reset_operators_that_waited();
+}
 
 const char* simdev_operators_that_waited() {
     thread_local std::string lines;

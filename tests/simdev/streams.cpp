@@ -1,5 +1,6 @@
 #include "streams.h"
 
+#include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/util/Exception.h>
 
@@ -75,6 +76,7 @@ class Worker {
     void run() {
         // A worker computes, it never records for a backward pass.
         at::AutoDispatchBelowADInplaceOrView no_autograd;
+        at::init_num_threads();  // as many as torch.set_num_threads said, or the results differ in the last bits
         for (;;) {
             Work work = take();
             try {
