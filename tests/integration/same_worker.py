@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -129,8 +130,11 @@ def by_sample(config):
 
 def by_dcp(config):
     with flashckpt.Checkpointer(config) as checkpointer:
-        state = numbered(1, dist.get_rank())
-        dcp.save(state, checkpoint_id="step-1", storage_writer=flashckpt.dcp.FlashWriter(checkpointer))
+        for step in (1, 2):  # the second time by the plan that DCP has kept
+            state = numbered(step, dist.get_rank())
+            planner = DefaultSavePlanner(enable_plan_caching=True)
+            writer = flashckpt.dcp.FlashWriter(checkpointer)
+            dcp.save(state, checkpoint_id=f"step-{step}", storage_writer=writer, planner=planner)
         saved = gathered(state)
         zero(state)
         dcp.load(state, storage_reader=flashckpt.dcp.FlashReader(checkpointer))
