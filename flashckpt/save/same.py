@@ -1,7 +1,8 @@
 """Compares assumed tensors between ranks: do they hold the same, as everybody takes for granted?
 
-All of them at the first save, which is collective anyway. Later a few of those in host memory at some of the saves, without a word between
-ranks: each rank packs checksums into its shard, and the lowest rank of the node reads those of the others afterwards.
+All of them at the first save, which is collective anyway. Later a few of those in host memory at some of the saves,
+without a word between ranks: each rank packs checksums into its shard, and the lowest rank of the node reads those of
+the others afterwards.
 """
 
 from __future__ import annotations
