@@ -4,8 +4,9 @@
 
 One process trains a real model (linear layers, AdamW) whose parameters and moments make up that size. Blocks of a few
 steps take turns, in rotating order: without a save, with one that is overlapped, with one that is not, with one that is
-overlapped and proved by checksums (`verify="recheck"`). Each block of the latter three begins with a save. Every slowdown is a block against the block without a save of the same round. With
-`--sweep` the overlapped copy is measured with other numbers of threads and priorities as well.
+overlapped and proved by checksums (`verify="recheck"`). Each block of the latter three begins with a save. Every slowdown
+is a block against the block without a save of the same round. With `--sweep` the overlapped copy is measured with other
+numbers of threads and priorities as well.
 """
 
 from __future__ import annotations
@@ -182,7 +183,8 @@ def rows(found: dict[str, Blocks], every: int) -> list[dict[str, Any]]:
 
 
 def table(told: Sequence[dict[str, Any]]) -> str:
-    head = f"{'':<22} {'step':>9} {'blocked':>10} {'p99':>10} {'in save()':>10} {'proof':>10} {'staged':>10} {'slower':>8} {'median':>8}"
+    titles = [("step", 9), *((title, 10) for title in ("blocked", "p99", "in save()", "proof", "staged"))]
+    head = f"{'':<22}" + "".join(f" {title:>{width}}" for title, width in [*titles, ("slower", 8), ("median", 8)])
     lines = [head]
     for row in told:
         line = f"{row['name']:<22} {row['step_seconds'] * 1e3:6.0f} ms"
