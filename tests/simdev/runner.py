@@ -88,7 +88,8 @@ def _reference(function: Callable[..., object]) -> str:
 def _start(*command: str, timeout: float, extra: dict[str, str]) -> subprocess.CompletedProcess[str]:
     build.library()  # here, so that the time it takes is not the child's
     argv = [sys.executable, "-m", "tests.simdev.child", str(timeout), *command]
-    # The child ends itself at the deadline and tells where it hangs. Only if it can't, it is killed later.
+    # The child ends itself at the deadline, counted from when it has imported torch, and tells where it hangs. If it
+    # does not, it is killed later.
     started = subprocess.Popen(
         argv,
         cwd=ROOT,
@@ -98,7 +99,7 @@ def _start(*command: str, timeout: float, extra: dict[str, str]) -> subprocess.C
         text=True,
     )
     try:
-        output, errors = started.communicate(timeout=timeout + 20)
+        output, errors = started.communicate(timeout=timeout + 60)
     except subprocess.TimeoutExpired:
         started.kill()
         output, errors = started.communicate()

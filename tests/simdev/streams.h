@@ -26,7 +26,6 @@ class Moment {
     // Blocks the calling thread until the point has passed, or until the process is shutting down.
     void wait() const;
     Clock::time_point time() const;
-
     void pass();
 
   private:
