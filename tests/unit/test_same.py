@@ -60,6 +60,15 @@ def test_on_an_accelerator_a_sum_sees_the_same():
     assert same._window(torch.zeros(1, dtype=torch.complex128), 1).numel() == 1
 
 
+def test_a_later_sample_waits_for_no_device():
+    """Meta tensors stand for those of a device: whoever asked them for a number would hear of it."""
+    flat = flatten({"here": torch.ones(3), "away": torch.empty(3, device="meta")})
+    here, away = checksums(flat, [0, 1], WINDOW, on_devices=False)
+    assert (here, away) == (sums(torch.ones(3))[0], 0)
+    with pytest.raises(RuntimeError):
+        checksums(flat, [0, 1], WINDOW)
+
+
 def test_a_window_bounds_what_is_read():
     tensor = torch.zeros(1 << 20)
     other = tensor.clone()
