@@ -5,7 +5,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 NATIVE_SOURCES := CMakeLists.txt $(wildcard csrc/*/*) $(wildcard protos/flashckpt/v1/*.proto)
 
-.PHONY: demo test test-slow check check-native bench fuzz spec clean
+# Test processes side by side. A test marked `alone` waits until the others stand still.
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+.PHONY: setup demo test test-slow campaign check check-static check-native bench fuzz spec clean
+
+setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt $(NATIVE_SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || python3 -m venv $(VENV)
@@ -18,19 +24,28 @@ demo: $(STAMP)
 	$(BIN)/flashckpt demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
-# Whole launches of many ranks, long simulations: minutes each. CI runs them too.
+# Whole launches of many ranks: minutes each. CI runs them too.
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -m slow
+	$(PYTEST) -m slow
 
-check: $(STAMP)
+# Far more histories and spoilt shards than CI has time for, others every time: for a night, and after a change to the
+# agent's core or to the format.
+campaign: $(STAMP)
+	FLASHCKPT_SIM_SEEDS=$${SEEDS:-20000} FLASHCKPT_SIM_START=$${START:-$$(shuf -i 1-1000000000 -n 1)} \
+		$(BIN)/python -m pytest -m slow tests/sim
+	$(MAKE) fuzz
+
+check: check-static check-native
+
+check-static: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(MAKE) check-native
 
-check-native: $(STAMP)
+# Needs a C++ compiler, nothing of .venv.
+check-native:
 	csrc/tests/run
 
 # BENCH="--quick" and the like; the page, the pictures and every figure land in build/bench.

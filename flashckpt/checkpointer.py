@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
-import threading
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
+from flashckpt.collector import resume_collector
 from flashckpt.config import CheckpointConfig, Settings, resolve
 from flashckpt.errors import (
     ClosedError,
     ConfigError,
-    ConflictError,
     DeadlineError,
     FlashError,
     NotFoundError,
@@ -27,6 +27,7 @@ from flashckpt.load.take_over import highest_epoch, put_fence, take_over
 from flashckpt.opening import open_all
 from flashckpt.persist.restore import load_newest, remember_fence, take_disk_inventory
 from flashckpt.save.attempts import Attempts
+from flashckpt.save.deferred import Deferrals
 from flashckpt.save.handle import SaveHandle
 from flashckpt.save.outcomes import CALLERS_FAULT, OUTCOMES, Outcomes
 from flashckpt.save.overlap import Overlap
@@ -35,10 +36,11 @@ from flashckpt.save.prewarm import Prewarm
 from flashckpt.save.retention import State
 from flashckpt.save.snapshot import when_ready
 from flashckpt.save.write import ShardWriter
+from flashckpt.turns import Turn, Turns
 from flashckpt.types import Fence, Generation, Launch, Level, Outcome, Session, ShardId
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+    from collections.abc import Callable, Mapping, MutableMapping, Sequence
 
     import torch
     import torch.distributed as dist
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from flashckpt.group import PrivateGroup
     from flashckpt.load.recover import Found
     from flashckpt.load.result import LoadResult
+    from flashckpt.save.deferred import Deferred
     from flashckpt.save.plan import SavePlan
     from flashckpt.state.flatten import Flat
     from flashckpt.store.slots import SlotStore, StoreStatus
@@ -64,6 +67,7 @@ class CheckpointerStatus:
     saves: dict[str, int]  # how many ended how
     last_problem: str
     store: StoreStatus
+    device_copies: dict[str, str]  # device type → "registered", "ring" or "plain": how its tensors are copied
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +80,36 @@ class DcpOrigin:
     session: Session | None  # None where there is no agent
 
 
+P = ParamSpec("P")
+
+
+def _given_up_on_error(
+    save: Callable[Concatenate[Checkpointer, P], SaveHandle],
+) -> Callable[Concatenate[Checkpointer, P], SaveHandle]:
+    """A caller that gets an exception in the place of a handle does not wait for the copy: it must not be sealed."""
+
+    @functools.wraps(save)
+    def call(self: Checkpointer, /, *args: P.args, **kwargs: P.kwargs) -> SaveHandle:
+        before = self._overlap.handle
+        try:
+            return save(self, *args, **kwargs)
+        except BaseException:
+            begun = self._overlap.handle
+            if begun is not None and begun is not before:
+                begun.give_up()
+            raise
+
+    return call
+
+
 class Checkpointer:
     """Saves and loads state dicts. Make one on every rank; a context manager.
 
     Start, `load`, `start_fresh`, `prewarm` and the first `save` are collective over a private group; all later
     saves are local. Nothing here is thread-safe against itself: overlapping calls raise ConflictError.
+
+    An exception at any moment, as of Ctrl-C or an alarm, leaves it usable or closed. Where other ranks were in the same
+    collective call it says so at the next one: then it has to be made anew.
     """
 
     def __init__(
@@ -88,13 +117,24 @@ class Checkpointer:
     ) -> None:
         self.config = config or CheckpointConfig()
         self._settings = resolve(self.config)
-        self._exclusive = threading.Lock()
-        self._closed = False
+        self._turns = Turns(self._mend, self.settle)
+        self._closed = self._all_closed = False
         self._outcomes = Outcomes(self.config)
+        self._overlap = Overlap()
+        self._prewarm = Prewarm()
         if self._settings.disabled:
             log.warning("FLASHCKPT_DISABLE is set: nothing is saved or loaded")
             return
-        opened = open_all(self._settings, process_group)
+        undo = contextlib.ExitStack()
+        try:
+            self._open(process_group, undo)
+        except BaseException:
+            self._closed = self._all_closed = True
+            undo.close()
+            raise
+
+    def _open(self, process_group: dist.ProcessGroup | None, undo: contextlib.ExitStack) -> None:
+        opened = open_all(self._settings, process_group, undo)
         self._settings, self._group, self._store = opened.settings, opened.group, opened.store
         self._topology, self._threads = opened.topology, opened.threads
         self._slots, self._memory = opened.slots, opened.memory
@@ -104,11 +144,16 @@ class Checkpointer:
         self._preparer = Preparer(
             self.config, self._topology, self._group, self._store, self._writer, self._settings.job
         )
-        self._overlap = Overlap()
-        self._prewarm = Prewarm()
+        self._deferrals = Deferrals(
+            recheck=self._settings.rechecks,
+            device_snapshot=self.config.device_snapshot,
+            threads=self._threads,
+            timeout=self.config.save_timeout,
+        )
 
     # --- save -----------------------------------------------------------------------------------------------
 
+    @_given_up_on_error
     def save(
         self,
         step: int,
@@ -116,6 +161,8 @@ class Checkpointer:
         *,
         extra: Mapping[str, Any] | None = None,
         overlap: bool = False,
+        defers: Callable[[str, torch.Tensor], bool] | None = None,
+        on_begin: Callable[[SaveHandle], None] | None = None,
     ) -> SaveHandle:
         """Copies the state to this node's memory. Once this returns the tensors may be mutated.
 
@@ -124,7 +171,11 @@ class Checkpointer:
 
         With `overlap` the copy runs in a thread, and tensors may be mutated once `handle.wait("staged")` has returned;
         other values are taken here and now. The next call waits for it. Whoever can't wait any longer calls
-        `handle.give_up()` before it mutates them: then the copy is thrown away.
+        `handle.give_up()` before it mutates them: then the copy is thrown away. A tensor that changes all the same is
+        found: the shard is not sealed, the outcome says which it was, and from then on it is copied before this
+        returns. `defers(key, tensor)` says of which tensors the copy may be deferred at all (None: of all); large ones
+        that have not changed since the last save are deferred in any case. `on_begin` gets the handle before the copy
+        begins.
         """
         with self._alone("save"):
             if self._settings.disabled:
@@ -148,17 +199,39 @@ class Checkpointer:
                     raise
                 return self._outcomes.failed(handle, error)
             planned = time.perf_counter() - began
-            ready = when_ready(prepared.flat) if overlap else None
-
-            def write() -> None:
-                self._write(handle, generation, prepared, planned, ready)
-
             if overlap:
-                self._overlap.start(handle, write)
+                self._begin_overlapped(handle, generation, prepared, planned, defers or _defers_all, on_begin)
             else:
-                write()
+                deferred = self._deferrals.everything(handle, prepared.flat, prepared.plan)
+                self._write(handle, generation, prepared, planned, deferred, None)
             handle.blocked_seconds = time.perf_counter() - began
             return handle
+
+    def _begin_overlapped(
+        self,
+        handle: SaveHandle,
+        generation: Generation,
+        prepared: Prepared,
+        planned: float,
+        defers: Callable[[str, torch.Tensor], bool],
+        on_begin: Callable[[SaveHandle], None] | None,
+    ) -> None:
+        """Returns when the immediate tensors are copied; the deferred ones are copied in the thread."""
+        try:
+            deferred = self._deferrals.split(handle, prepared.flat, prepared.plan, defers)
+            handle.before_pass = deferred.look_again
+            ready = when_ready(prepared.flat)
+            if on_begin is not None:
+                on_begin(handle)
+            self._overlap.start(handle, lambda: self._write(handle, generation, prepared, planned, deferred, ready))
+            deferred.wait_until_taken()
+        except BaseException as error:
+            # Whatever it is (Ctrl-C, say): the caller does not get the handle, so he can't wait for the copy.
+            handle.give_up()
+            if self._overlap.handle is not handle and handle.outcome is None:
+                self._slots.void(generation)
+                self._outcomes.ended(handle, Outcome.FAILED, f"interrupted: {error!r}")
+            raise
 
     def _write(
         self,
@@ -166,6 +239,7 @@ class Checkpointer:
         generation: Generation,
         prepared: Prepared,
         planned: float,
+        deferred: Deferred,
         ready: Mapping[torch.device, torch.Event] | None,
     ) -> None:
         """The part of a save that moves bytes. Local; also in the thread of an overlapped save."""
@@ -173,7 +247,7 @@ class Checkpointer:
         try:
             self._finish_prewarm(self.config.save_timeout)
             written = self._writer.write(
-                shard, prepared.plan, prepared.flat, prepared.values, on_staged=handle.stage, ready=ready
+                shard, prepared.plan, prepared.flat, prepared.values, deferred=deferred, ready=ready
             )
         except BaseException as error:
             self._slots.void(generation)
@@ -183,16 +257,17 @@ class Checkpointer:
                 raise
             self._outcomes.failed(handle, error)
             return
+        finally:
+            deferred.took()
         handle.size_bytes = written.sealed.size_bytes
         handle.timings = dataclasses.replace(written.timings, plan=planned)
         handle.advance(Level.SEALED)
         self._slots.follow(handle)
         self._outcomes.ended(handle, Outcome.OK, "")
 
-    def settle(self) -> None:
+    def settle(self, timeout: float | None = None) -> None:
         """Returns when no overlapped save is under way; raises what it raised. Local."""
-        if not self._settings.disabled:
-            self._overlap.settle(self.config.save_timeout + self.config.peer_timeout)
+        self._overlap.settle(self.config.save_timeout + self.config.peer_timeout if timeout is None else timeout)
 
     def prewarm(self, state_dict: Mapping[Any, Any], *, background: bool = False) -> None:
         """Allocates, maps and faults the slots ahead of the first save. Collective.
@@ -206,8 +281,10 @@ class Checkpointer:
                 return
             prepared = self._preparer.agree(self._preparer.prepare(state_dict, None))
             place = self._writer.geometry(prepared.plan, prepared.values)
+            self._deferrals.note(prepared.flat.tensors)
             self._finish_prewarm(self.config.start_timeout)
             size_bytes, rank = place.file_length_bytes, self._topology.rank
+            self._writer.expect(prepared.flat)
             if background:
                 self._prewarm.start(lambda: self._slots.prepare(size_bytes, rank))
             else:
@@ -257,8 +334,6 @@ class Checkpointer:
             if not read_only:
                 self._renew_launch()
             recovery = Recovery(ground)
-            inventory = recovery.take_inventory()
-            inventoried = time.perf_counter()
             request = Request(
                 step=step,
                 keys=None if keys is None else tuple(keys),
@@ -266,25 +341,29 @@ class Checkpointer:
                 cast=cast,
                 screen=screen,
             )
-            try:
-                result = load_newest(recovery, ground, inventory, on_disk, self.config.persist_dir, state_dict, request)
-            except UnusableError as error:
-                if not allow_fresh:
-                    raise
-                recovery.refuse_if_touched(error)
-                log.warning("nothing usable; allow_fresh: starting anew")
-                result = None
-            if result is None and inventory.quarantined and not allow_fresh:
-                raise UnusableError(
-                    f"job {self._settings.job!r}: nothing but {inventory.quarantined} quarantined shards exist"
-                )
-            if not read_only:
-                self._put_fence(result.generation if result else None)
-            if result is None:
-                return None
-            timings = dataclasses.replace(result.timings, inventory=inventoried - began)
-            log.info("loaded %s from %s in %.3f s", result.generation, result.source, timings.total)
-            return dataclasses.replace(result, timings=timings)
+            with recovery:
+                inventory = recovery.take_inventory()
+                inventoried = time.perf_counter()
+                try:
+                    persist_dir = self.config.persist_dir
+                    result = load_newest(recovery, ground, inventory, on_disk, persist_dir, state_dict, request)
+                except UnusableError as error:
+                    if not allow_fresh:
+                        raise
+                    recovery.refuse_if_touched(error)
+                    log.warning("nothing usable; allow_fresh: starting anew")
+                    result = None
+                if result is None and inventory.quarantined and not allow_fresh:
+                    raise UnusableError(
+                        f"job {self._settings.job!r}: nothing but {inventory.quarantined} quarantined shards exist"
+                    )
+                if not read_only:
+                    self._put_fence(result.generation if result else None)
+                if result is None:
+                    return None
+                timings = dataclasses.replace(result.timings, inventory=inventoried - began)
+                log.info("loaded %s from %s in %.3f s", result.generation, result.source, timings.total)
+                return dataclasses.replace(result, timings=timings)
 
     def load_path(
         self,
@@ -308,7 +387,8 @@ class Checkpointer:
 
             request = Request(strict=strict, cast=cast, screen=screen)
             ground = self.ground()
-            return load_path(Recovery(ground), ground, path, state_dict, request, only_hf=only_hf)
+            with Recovery(ground) as recovery:
+                return load_path(recovery, ground, path, state_dict, request, only_hf=only_hf)
 
     def start_fresh(self) -> None:
         """Declares everything that earlier launches saved dead. Collective. Their memory is reused by later saves."""
@@ -359,7 +439,7 @@ class Checkpointer:
         timeout = 0.9 * self.config.start_timeout
         options: dict[str, Any] = {
             "job": self._settings.job,
-            "verify": self.config.verify,
+            "verify": self._settings.verifies,
             "threads": self._threads,
             "timeout": timeout,
             "warns": self.config.same_on_ranks == "check",
@@ -402,22 +482,43 @@ class Checkpointer:
             saves=dict(self._outcomes.counts),
             last_problem=self._outcomes.last_problem,
             store=self._store.status(),
+            device_copies=self._writer.device_copies,
         )
 
-    def close(self) -> None:
-        """Ends the use of the store; what is sealed stays. May be called twice."""
-        if self._closed:
-            return
+    def close(self, timeout: float | None = None) -> None:
+        """Ends the use of the store; what is sealed stays.
+
+        Waits at most `timeout` (default save_timeout) seconds, in all, for a copy that is under way and for the agent;
+        what has not ended by then is left behind, with a warning. May be called twice; where an exception ended it,
+        once more to finish it.
+        """
         self._closed = True
+        if self._all_closed:
+            return
         if not self._settings.disabled:
-            with contextlib.suppress(Exception):  # its handle tells
-                self.settle()
-            self._overlap.close()
-            self._prewarm.wait(self.config.start_timeout)
-            self._slots.close()
+            self._close_all(self.config.save_timeout if timeout is None else timeout)
+        self._all_closed = True
+
+    def _close_all(self, timeout: float) -> None:
+        """Each part may be closed twice. A part of the time is kept for each that waits."""
+        began = time.monotonic()
+
+        def left(share: float) -> float:
+            return max(0.0, began + share * timeout - time.monotonic())
+
+        with contextlib.suppress(Exception):  # its handle tells
+            self.settle(left(0.6))
+        self._overlap.close()
+        self._prewarm.wait(left(0.8))
+        self._slots.close(left(1.0))
+        if self._overlap.handle is not None or self._prewarm.is_running:
+            # SAFETY: whoever still writes into a slot needs its mapping.
+            log.warning("closed within %.1f s while a copy hangs: its slot and mapping stay until it ends", timeout)
+        else:
+            resume_collector()
             self._writer.close()
             self._store.close()
-            self._group.close()
+        self._group.close()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -485,16 +586,23 @@ class Checkpointer:
         if self._closed:
             raise ClosedError("this Checkpointer was closed")
 
-    @contextlib.contextmanager
-    def _alone(self, doing: str) -> Iterator[None]:
+    def _alone(self, doing: str) -> Turn:
         self._check_open()
-        if not self._exclusive.acquire(blocking=False):
-            raise ConflictError(f"{doing}() called while another call is under way", hint="call from one thread")
-        try:
+        return self._turns.take(doing, 0 if self._settings.disabled else self._group.rounds)
+
+    def _mend(self, broken: Turn) -> None:
+        """Before the first call after one that ended with an exception, at whatever instruction. May be repeated."""
+        resume_collector()
+        if self._settings.disabled:
+            return
+        if not broken.has_failed:
+            self._group.leave(broken.doing, broken.since)
+        with contextlib.suppress(Exception):  # its handle tells
             self.settle()
-            yield
-        finally:
-            self._exclusive.release()
+        self._finish_prewarm(self.config.save_timeout)
+        freed = self._store.take_back()
+        if freed:
+            log.info("%d slots are free again that an exception in %s() had left half written", freed, broken.doing)
 
     def _renew_launch(self) -> None:
         """Collective."""
@@ -507,3 +615,7 @@ class Checkpointer:
         self._attempts.follow()
         if self.config.persist_dir is not None and self._topology.rank == 0:
             remember_fence(self.config.persist_dir, fence, self.config.save_timeout)
+
+
+def _defers_all(_key: str, _tensor: torch.Tensor) -> bool:
+    return True

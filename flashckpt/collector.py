@@ -21,7 +21,7 @@ class _Pause:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # protects what follows
-        self._count = 0
+        self._who: dict[int, int] = {}  # how often, by thread
         self._was_on = False
         self._watches_forks = False
 
@@ -30,24 +30,34 @@ class _Pause:
             if not self._watches_forks:
                 os.register_at_fork(after_in_child=self._forget)
                 self._watches_forks = True
-            if self._count == 0:
+            thread = threading.get_ident()
+            if not self._who:
                 self._was_on = gc.isenabled()
-                gc.disable()
-            self._count += 1
+            self._who[thread] = self._who.get(thread, 0) + 1
+            gc.disable()
 
     def end(self) -> None:
         with self._lock:
             # A child that was forked meanwhile has nobody left to end.
-            self._count = max(0, self._count - 1)
-            if self._count == 0 and self._was_on:
+            thread = threading.get_ident()
+            if not (count := self._who.pop(thread, 0)):
+                return
+            if count > 1:
+                self._who[thread] = count - 1
+            elif not self._who and self._was_on:
+                gc.enable()
+
+    def end_all(self) -> None:
+        with self._lock:
+            if self._who.pop(threading.get_ident(), 0) and not self._who and self._was_on:
                 gc.enable()
 
     def _forget(self) -> None:
         """In the child of a fork: the threads that paused it, and perhaps held the lock, are not there."""
         self._lock = threading.Lock()
-        if self._count and self._was_on:
+        if self._who and self._was_on:
             gc.enable()
-        self._count = 0
+        self._who = {}
 
 
 _pause = _Pause()
@@ -56,8 +66,13 @@ _pause = _Pause()
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
     """Nothing is collected within; afterwards it is as it was before. Not for anything that waits."""
-    _pause.begin()
     try:
+        _pause.begin()
         yield
     finally:
         _pause.end()
+
+
+def resume_collector() -> None:
+    """Ends what this thread paused and an exception kept it from ending. Only where nothing of ours is under way."""
+    _pause.end_all()

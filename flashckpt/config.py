@@ -26,6 +26,7 @@ ENVIRONMENT = {
     "advertise": "FLASHCKPT_ADVERTISE",
     "port": "FLASHCKPT_PORT",
     "agent": "FLASHCKPT_AGENT",
+    "verify": "FLASHCKPT_VERIFY",
     "tls_cert": "FLASHCKPT_TLS_CERT",
     "tls_key": "FLASHCKPT_TLS_KEY",
     "tls_ca": "FLASHCKPT_TLS_CA",
@@ -160,8 +161,11 @@ class CheckpointConfig:
     threads: int | None = None
     """Threads that copy and verify. Default: the usable cores shared by the ranks of this node, at most 8."""
 
-    verify: bool = True
-    """Check every chunk's CRC32C while loading."""
+    verify: bool | Literal["recheck"] | None = None
+    """Check every chunk's CRC32C while loading (default). "recheck": also take checksums of what an overlapped save has
+    yet to copy, in save(), and compare them with the copy before it counts: finds changes that torch's version counters
+    do not show (through `.data` or NumPy, by a graph replay), for a read of the state on the training thread. The first
+    two saves of each launch are checked so in any case. Default: FLASHCKPT_VERIFY (recheck, on or off), else True."""
 
     on_busy: Literal["wait", "skip"] = "wait"
     """When all slots hold generations that are still needed (the previous one is not replicated yet): wait, up to
@@ -188,6 +192,16 @@ class CheckpointConfig:
     overlap: bool = True
     """A manager copies beside the next forward and backward pass, and `optimizer.step()` waits only for what is not
     copied yet. False: it copies in `save()`, where the host has no core to spare."""
+
+    device_copy_bytes_per_second: int | None = None
+    """Most bytes per second that a rank copies from its accelerators to host memory, all together; None: no limit.
+    Copies then go in chunks with pauses between them, so that collectives keep their share of the link; a save takes
+    longer, and without `overlap` so does `save()`. Loads are not limited."""
+
+    device_snapshot: bool = False
+    """Copy tensors on accelerators to device memory first, in the order of the caller's stream, and from there to the
+    host: nothing that is queued behind `save()` can change what is saved, a replay of a CUDA graph included. Takes
+    device memory for that long; tensors that it has no room for are copied as without."""
 
     prewarm: bool = True
     """A manager makes the memory for its saves in the background, at the first step that is not saved: the first save
@@ -232,7 +246,14 @@ class CheckpointConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
                 raise ConfigError(f"{name}: expected an integer of at least {minimum}, found {value!r}")
-        for name in ("persist_interval", "threads", "memory_budget_bytes", "keep_every", "slots_per_rank"):
+        for name in (
+            "persist_interval",
+            "threads",
+            "memory_budget_bytes",
+            "keep_every",
+            "slots_per_rank",
+            "device_copy_bytes_per_second",
+        ):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigError(f"{name}: expected a positive integer or None, found {value!r}")
@@ -260,6 +281,7 @@ class CheckpointConfig:
             ("on_save_error", ("log", "raise")),
             ("same_on_ranks", ("check", "ignore")),
             ("agent", (None, "auto", "off")),
+            ("verify", (None, True, False, "recheck")),
             ("transport", ("auto", "tcp", "grpc")),
             ("fetch", ("tensors", "memory")),
             ("encrypt_data", (None, True, False)),
@@ -292,6 +314,7 @@ class CheckpointConfig:
             raise ConfigError(f"async_mode: expected one of {_ASYNC_MODES}, found {self.async_mode!r}")
         for name in (
             "overlap",
+            "device_snapshot",
             "enable_first_step_checkpoint",
             "load_only",
             "initial_load_model_only",
@@ -381,6 +404,8 @@ class Settings:
     port: int  # 0: any
     tls_files: tuple[str, str, str] | None  # certificate, key, CA; None: made for each launch
     uses_agent: bool
+    verifies: bool  # checksums, while loading
+    rechecks: bool  # every overlapped save, by checksums
     disabled: bool
 
     @property
@@ -411,6 +436,7 @@ def resolve(config: CheckpointConfig, environ: Mapping[str, str] = os.environ) -
     agent = given("agent") or "auto"
     if agent not in ("auto", "off"):
         raise ConfigError(f"FLASHCKPT_AGENT: expected auto or off, found {agent!r}")
+    verify = _verify(given("verify"))
     return Settings(
         config=config,
         job=job,
@@ -421,8 +447,19 @@ def resolve(config: CheckpointConfig, environ: Mapping[str, str] = os.environ) -
         port=_port(given("port")),
         tls_files=_tls_files(given("tls_cert"), given("tls_key"), given("tls_ca")),
         uses_agent=agent == "auto",
+        verifies=verify is not False,
+        rechecks=verify == "recheck",
         disabled=disabled,
     )
+
+
+def _verify(value: bool | str | None) -> bool | str:
+    if value is None or isinstance(value, bool):
+        return value is not False
+    known: dict[str, bool | str] = {"recheck": "recheck", "on": True, "1": True, "off": False, "0": False}
+    if value not in known:
+        raise ConfigError(f"FLASHCKPT_VERIFY: expected recheck, on or off, found {value!r}")
+    return known[value]
 
 
 def _port(value: int | str | None) -> int:

@@ -12,6 +12,7 @@
     ├── UnsafeDirectoryError   (PermissionError)    the memory directory is not safely ours
     ├── NoSpaceError           (OSError)            busy: tmpfs, inodes, cgroup or budget is full
     ├── BusyError                                    busy: the previous generation is not complete
+    ├── ChangedError                                 you: a tensor changed while it was copied
     ├── NotFoundError          (FileNotFoundError)  not found: no such step or shard
     ├── UnusableError                                not found: shards exist, no generation is usable
     ├── RetrieveError                                not found: no holder could give what a node lacks of a shard
@@ -131,6 +132,19 @@ class BusyError(FlashError):
     """The previous generation is not complete yet, so its slots can't be reused."""
 
     code = "FC-MEM-002"
+
+
+class ChangedError(FlashError):
+    """A tensor changed between save() and the end of its copy. The shard was not sealed; earlier ones are as they were.
+
+    Not raised for tensors that were copied before save() returned: they may change at any time afterwards.
+    """
+
+    code = "FC-SAVE-001"
+    default_hint = (
+        "change it in optimizer.step() only, call maybe_wait_for_staging() before, or save with overlap=False; "
+        "the next save copies it before it returns"
+    )
 
 
 class NotFoundError(FlashError, FileNotFoundError):

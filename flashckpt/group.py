@@ -13,6 +13,7 @@ import torch.distributed as dist
 from flashckpt.errors import ConflictError, DeadlineError, IncompatibleError, OtherRankError
 
 if TYPE_CHECKING:
+    import contextlib
     from collections.abc import Callable
 
 T = TypeVar("T")
@@ -25,9 +26,16 @@ _HEAD_BYTES = _LENGTH.size + _AT_ONCE_BYTES
 class PrivateGroup:
     """All ranks of one Checkpointer. With one process it is only itself and no torch.distributed is needed."""
 
-    def __init__(self, process_group: dist.ProcessGroup | None, timeout: float) -> None:
-        self._timeout = timeout
+    def __init__(
+        self, process_group: dist.ProcessGroup | None, timeout: float, undo: contextlib.ExitStack | None = None
+    ) -> None:
+        """`undo` closes it, from before it is there."""
         self._group: dist.ProcessGroup | None = None
+        if undo is not None:
+            undo.callback(self.close)
+        self._timeout = timeout
+        self._rounds = 0
+        self._left = ""  # what is being done, and what an exception ended in the middle
         self.rank, self.world = 0, 1
         self.global_ranks: tuple[int, ...] = (0,)
         self.spans_the_world = True
@@ -61,6 +69,7 @@ class PrivateGroup:
         """Of this process only, whatever torch.distributed knows of others."""
         group = cls.__new__(cls)
         group._timeout, group._group = 0.0, None
+        group._rounds, group._left = 0, ""
         group.rank, group.world, group.global_ranks, group.spans_the_world = 0, 1, (0,), False
         return group
 
@@ -72,6 +81,16 @@ class PrivateGroup:
         """
         if self._group is None:
             return [payload]
+        if self._left:
+            raise ConflictError(
+                f"{doing}: on rank {self.rank} of {self.world} an exception ended an earlier call ({self._left}) in "
+                "the middle, so that this rank is out of step with the others",
+                hint="close this Checkpointer and make another one on all ranks, or end the job's processes and start "
+                "them again; saves that are local go on",
+                rank=self.rank,
+            )
+        self._rounds += 1
+        self._left = doing
         purpose = doing.encode()
         message = struct.pack("<I", len(purpose)) + purpose + payload
         # Most messages are short and go with their length; only where one is not, a second round brings the rest.
@@ -81,6 +100,7 @@ class PrivateGroup:
         if (longest := max(lengths)) > _AT_ONCE_BYTES:
             rests = self._exchange(message[_AT_ONCE_BYTES:], longest - _AT_ONCE_BYTES, doing)
             messages = [begin + rest for begin, rest in zip(messages, rests, strict=True)]
+        self._left = ""
         messages = [one[:length] for one, length in zip(messages, lengths, strict=True)]
         purposes = [one[4 : 4 + int.from_bytes(one[:4], "little")].decode() for one in messages]
         if set(purposes) != {doing}:
@@ -115,7 +135,19 @@ class PrivateGroup:
         answers = self.gather(problem.encode(), doing)
         return {rank: text.decode(errors="replace") for rank, text in enumerate(answers) if text}
 
+    @property
+    def rounds(self) -> int:
+        """How often it was talked over."""
+        return self._rounds
+
+    def leave(self, doing: str, since: int) -> None:
+        """This rank left a call in the middle that began at `since` rounds. Where it has talked to the others by then,
+        they go on without it: nothing can be agreed on any more, and every further use raises ConflictError."""
+        if self._group is not None and self._rounds > since:
+            self._left = self._left or doing
+
     def close(self) -> None:
+        """May be called twice."""
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
         self._group = None
@@ -125,6 +157,7 @@ class PrivateGroup:
         try:
             return call()
         except RuntimeError as error:
+            self._left = ""  # gloo itself refuses what comes after
             waited = time.monotonic() - began
             raise DeadlineError(
                 f"{doing}: rank {self.rank} of {self.world} waited {waited:.1f} s (limit {self._timeout:.0f} s) "

@@ -23,6 +23,8 @@ from flashckpt.save.agent_slots import AgentSlots
 from flashckpt.types import Member, PersistSettings, Session
 
 if TYPE_CHECKING:
+    import contextlib
+
     from flashckpt.config import CheckpointConfig, Settings
     from flashckpt.credentials import Bundle
     from flashckpt.group import PrivateGroup
@@ -34,22 +36,24 @@ log = logging.getLogger(__name__)
 
 
 def join(
-    group: PrivateGroup, settings: Settings, topology: Topology, store: SlotStore, launch: Launch
+    group: PrivateGroup,
+    settings: Settings,
+    topology: Topology,
+    store: SlotStore,
+    launch: Launch,
+    undo: contextlib.ExitStack,
 ) -> tuple[AgentSlots, AgentMemory]:
-    """Connects this rank with its node's agent, which runs, and the agents with each other. Collective."""
+    """Connects this rank with its node's agent, which runs, and the agents with each other. Collective.
+
+    `undo` closes what is open where it fails.
+    """
     timeout = settings.config.start_timeout
     options = options_of(settings)
-    links: list[AgentLink] = []
-    try:
-        # Kept at once: where another rank fails, this one's has to be closed.
-        group.together("connecting to the agents", lambda: links.append(_link(settings, topology, store, timeout)))
-        link = links[0]
-        bundle, addresses = _meet(group, settings, topology, link) if len(topology.nodes) > 1 else (None, [""])
-        session = _session(settings, topology, launch, addresses)
-    except BaseException:
-        for one in links:
-            one.close()
-        raise
+    link = _link(settings, topology, store)
+    undo.callback(link.close)  # before it is open: an exception may come at any moment
+    group.together("connecting to the agents", lambda: link.open(min(30.0, timeout)))
+    bundle, addresses = _meet(group, settings, topology, link) if len(topology.nodes) > 1 else (None, [""])
+    session = _session(settings, topology, launch, addresses)
     slots = AgentSlots(store, link, session, bundle, settings.config)
     straight = settings.config.fetch == "tensors" and len(topology.nodes) > 1
     holders = (lambda: Holders(store, slots.session, options)) if straight else None
@@ -58,13 +62,19 @@ def join(
 
 def rejoin(settings: Settings, topology: Topology, store: SlotStore, session: Session) -> AgentSlots:
     """The same for another process that acts for a rank; local."""
-    return AgentSlots(store, _link(settings, topology, store, 30.0), session, None, settings.config)
+    link = _link(settings, topology, store)
+    try:
+        link.open(30.0)
+        return AgentSlots(store, link, session, None, settings.config)
+    except BaseException:
+        link.close()
+        raise
 
 
-def _link(settings: Settings, topology: Topology, store: SlotStore, timeout: float) -> AgentLink:
+def _link(settings: Settings, topology: Topology, store: SlotStore) -> AgentLink:
     options = options_of(settings)
     start = (lambda left: ensure_agent(options, left)) if topology.is_leader else None
-    return AgentLink(store.socket_path(SOCKET_NAME), settings.job, topology.rank, start, min(30.0, timeout))
+    return AgentLink(store.socket_path(SOCKET_NAME), settings.job, topology.rank, start)
 
 
 def _session(settings: Settings, topology: Topology, launch: Launch, addresses: list[str]) -> Session:

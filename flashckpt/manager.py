@@ -92,7 +92,7 @@ class CheckpointManager:
         self._checkpointer = Checkpointer(self.config, process_group=process_group)
         self._cooldown = self._make_cooldown()
         self._gate = OptimizerGate(self.config.save_timeout, self._recorder.held)
-        self._gate.install(self._state.optimizers)
+        self._gate.install()
 
     def _make_cooldown(self) -> Cooldown:
         if self._checkpointer.disabled:
@@ -176,12 +176,18 @@ class CheckpointManager:
             self._pre_snapshot()
         self.maybe_wait_for_staging()
         taken = time.perf_counter()
-        state = self._state.capture(overlap=overlap)
+        state = self._state.capture()
         captured = time.perf_counter() - taken
-        handle = self._checkpointer.save(step, state, extra=extra, overlap=overlap)
+        handle = self._checkpointer.save(
+            step,
+            state,
+            extra=extra,
+            overlap=overlap,
+            defers=self._state.changes_only_in_step() if overlap else None,
+            on_begin=self._gate.close_behind,
+        )
         handle.blocked_seconds += captured
         self._handle = handle
-        self._gate.close_behind(handle)
         self._recorder.saved(handle, began)
         return handle
 
@@ -212,7 +218,7 @@ class CheckpointManager:
         self._check_free("prewarm")
         self.maybe_wait_for_staging()
         self._prewarmed = True
-        self._checkpointer.prewarm(self._state.capture(overlap=False), background=background)
+        self._checkpointer.prewarm(self._state.capture(), background=background)
 
     def _prewarm_once(self) -> None:
         """The optimizer took a step, so the state has its size. All ranks are here: a save is due for all or none."""
@@ -342,7 +348,7 @@ class CheckpointManager:
             for owner in owners:
                 owner.renaming = Renaming()
             if self._state.optimizer is not None:
-                self._state.optimizer.undo()
+                self._state.optimizer.end_load()
 
     def apply_dataloader_state(self, dataloader: Any) -> bool:
         """Hands a data loader that was made after `load` the state that was kept for it. False: there is none."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import os
@@ -15,8 +14,11 @@ from flashckpt.load.memory import OwnMemory
 from flashckpt.load.take_over import highest_epoch
 from flashckpt.save.slots import OwnSlots
 from flashckpt.store.slots import SlotStore
+from flashckpt.workers import on_main_thread, run_in_thread
 
 if TYPE_CHECKING:
+    import contextlib
+
     import torch.distributed as dist
 
     from flashckpt.config import Settings
@@ -41,25 +43,22 @@ class Opened:
     memory: NodeMemory
 
 
-def open_all(settings: Settings, process_group: dist.ProcessGroup | None) -> Opened:
-    """What is open is closed again where something fails."""
+def open_all(settings: Settings, process_group: dist.ProcessGroup | None, undo: contextlib.ExitStack) -> Opened:
+    """`undo`, the caller's, closes what is open where something fails, on the way back to the caller too."""
     config = settings.config
-    with contextlib.ExitStack() as undo:
-        group = PrivateGroup(process_group, config.start_timeout)
-        undo.callback(group.close)
-        settings = dataclasses.replace(settings, job=_job_of(group, settings))
-        store = SlotStore.open(
-            settings.memory_dir,
-            settings.job,
-            budget_bytes=config.memory_budget_bytes,
-            threads=config.threads or 2,
-        )
-        undo.callback(store.close)
-        topology = agree_topology(group, settings, store.directory_id)
-        threads = config.threads or default_threads(len(topology.node_ranks))
-        launch = agree_launch(group, highest_epoch(store, 0))
-        slots, memory = _open_slots(group, settings, topology, store, launch)
-        undo.pop_all()
+    group = PrivateGroup(process_group, config.start_timeout, undo)
+    settings = dataclasses.replace(settings, job=_job_of(group, settings))
+    store = SlotStore.open(
+        settings.memory_dir,
+        settings.job,
+        budget_bytes=config.memory_budget_bytes,
+        threads=config.threads or 2,
+    )
+    undo.callback(store.close)
+    topology = agree_topology(group, settings, store.directory_id)
+    threads = config.threads or default_threads(len(topology.node_ranks))
+    launch = agree_launch(group, highest_epoch(store, 0))
+    slots, memory = _open_slots(group, settings, topology, store, launch, undo)
     return Opened(settings, group, store, topology, threads, slots, memory)
 
 
@@ -76,17 +75,18 @@ def _job_of(group: PrivateGroup, settings: Settings) -> str:
 
 
 def _open_slots(
-    group: PrivateGroup, settings: Settings, topology: Topology, store: SlotStore, launch: Launch
+    group: PrivateGroup,
+    settings: Settings,
+    topology: Topology,
+    store: SlotStore,
+    launch: Launch,
+    undo: contextlib.ExitStack,
 ) -> tuple[Slots, NodeMemory]:
     if settings.uses_agent:
-        # Here: whoever does without an agent does without gRPC.
-        from flashckpt.rpc.settings import prepare_trainer
-
-        prepare_trainer()
         group.together("starting the agents", lambda: _start_agent(settings, topology))
         from flashckpt.join import join
 
-        return join(group, settings, topology, store, launch)
+        return join(group, settings, topology, store, launch, undo)
     reclaimed = store.reclaim()
     if reclaimed.files:
         log.info("reclaimed %d slots (%d bytes) of processes that are gone", reclaimed.files, reclaimed.bytes)
@@ -94,13 +94,27 @@ def _open_slots(
 
 
 def _start_agent(settings: Settings, topology: Topology) -> None:
-    """This node's, by its leader. What joining it takes to import takes as long as a third of its start."""
-    from flashckpt.agent.start import ensure_agent, options_of
+    """This node's, by its leader. What joining it takes to import takes as long as a third of its start.
 
-    if topology.is_leader:
-        ensure_agent(options_of(settings), min(30.0, settings.config.start_timeout), meanwhile=_load_join)
+    In a thread: an exception in the middle of gRPC, or of its import, would leave it unusable in this process.
+    """
+    timeout = min(30.0, settings.config.start_timeout)
+
+    def start() -> None:
+        # Here: whoever does without an agent does without gRPC.
+        from flashckpt.agent.start import ensure_agent, options_of
+        from flashckpt.rpc.settings import prepare_trainer
+
+        prepare_trainer()
+        if topology.is_leader:
+            ensure_agent(options_of(settings), timeout, meanwhile=_load_join)
+        else:
+            _load_join()
+
+    if on_main_thread():
+        run_in_thread(start, "flashckpt-start")
     else:
-        _load_join()
+        start()
 
 
 def _load_join() -> None:

@@ -19,6 +19,8 @@ ROOT = Path(__file__).parent.parent
 
 # What is about tensors, formats and slots needs no agent; tests of agents ask for one. So none is left behind.
 os.environ["FLASHCKPT_AGENT"] = "off"
+# Every overlapped save of a test is checked by checksums: also for what torch's version counters do not show.
+os.environ["FLASHCKPT_VERIFY"] = "recheck"
 
 # What an example takes says more about the machine's load than about the code.
 settings.register_profile("flashckpt", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -35,7 +37,14 @@ def memory_dir():
 def environment(**extra):
     """Of a test's child: ours, importable from anywhere, without a setting that the outer shell may have."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("FLASHCKPT_")}
-    return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "FLASHCKPT_AGENT": "off", **extra}
+    return {
+        **kept,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "FLASHCKPT_AGENT": "off",
+        "FLASHCKPT_VERIFY": "recheck",
+        **extra,
+    }
 
 
 def torchrun(ranks, script, *arguments, timeout=400, launcher=(), **extra):

@@ -95,6 +95,7 @@ def test_a_worker_that_dies_is_named() -> None:
             worker.save(1)
 
 
+@pytest.mark.alone
 def test_a_killed_worker_leaves_no_semaphores() -> None:
     """A helper of multiprocessing removes them, if it is let live that long."""
     before = set(TMPFS.glob("sem.mp-*"))
@@ -145,6 +146,7 @@ def test_sections_of_replication_give_every_figure_and_end_their_agents() -> Non
     assert not [pid for pid in _agents() if str(directory) in _command(pid)]
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_quick_run_measures_compares_and_writes_everything(tmp_path: Path) -> None:

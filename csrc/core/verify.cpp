@@ -1,6 +1,7 @@
 #include "verify.h"
 
 #include <algorithm>
+#include <string>
 
 #include "arguments.h"
 #include "checked.h"
@@ -88,6 +89,37 @@ Status verify_file(int fd, int64_t data_offset, int64_t data_length, int64_t chu
                                   }
                                   return ~state == crcs[index] ? 1 : 0;
                               });
+    });
+}
+
+Status checksum_ranges(const MemoryRange* ranges, size_t range_count, uint32_t* crcs, int threads,
+                       int64_t inline_bytes) noexcept {
+    return without_exceptions([&] {
+        Status status = check_chunking(0, 1, 0, threads);
+        if (!status.is_ok()) return status;
+        int64_t total = 0;
+        for (size_t i = 0; i < range_count; ++i) {
+            const MemoryRange& range = ranges[i];
+            if (range.length < 0 || (range.address == 0 && range.length > 0) ||
+                __builtin_add_overflow(total, range.length, &total)) {
+                return Status::invalid("range " + std::to_string(i) +
+                                       ": expected an address and a length from 0 on, found address " +
+                                       std::to_string(range.address) + ", length " + std::to_string(range.length));
+            }
+        }
+        const Kernel& kernel = active_kernel();
+        threads = useful_threads(threads, total, inline_bytes);
+        Claims claims(static_cast<int64_t>(range_count), static_cast<int64_t>(range_count) / (threads * 8));
+        run_in_threads(threads, [&] {
+            int64_t first = 0, last = 0;
+            while (claims.take(&first, &last)) {
+                for (int64_t i = first; i < last; ++i) {
+                    const auto* data = reinterpret_cast<const uint8_t*>(ranges[i].address);
+                    crcs[i] = ~kernel.update(~uint32_t{0}, data, static_cast<size_t>(ranges[i].length));
+                }
+            }
+        });
+        return Status::ok();
     });
 }
 

@@ -1,4 +1,4 @@
-// Checks the chunks of a shard without moving them anywhere.
+// Checksums of bytes that stay where they are: chunks of a shard, and ranges of memory.
 #pragma once
 
 #include <cstddef>
@@ -19,5 +19,15 @@ Status verify_chunks(const uint8_t* data, int64_t length, int64_t chunk_bytes, c
 Status verify_file(int fd, int64_t data_offset, int64_t data_length, int64_t chunk_bytes,
                    const uint32_t* crcs, size_t crc_count, int threads, std::vector<int64_t>* bad,
                    int64_t inline_bytes = kInlineBytes) noexcept;
+
+// Bytes of this process.
+struct MemoryRange {
+    int64_t address;
+    int64_t length;
+};
+
+// Writes the CRC32C of each range to `crcs`. The ranges must be readable and may overlap.
+Status checksum_ranges(const MemoryRange* ranges, size_t range_count, uint32_t* crcs, int threads,
+                       int64_t inline_bytes = kInlineBytes) noexcept;
 
 }  // namespace flashckpt

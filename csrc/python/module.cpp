@@ -186,6 +186,18 @@ std::vector<int64_t> verify_file(int fd, int64_t data_offset, int64_t data_lengt
     return bad;
 }
 
+nb::bytes checksum_ranges(nb::handle ranges, int threads) {
+    const auto list = Buffer("ranges", ranges).items<flashckpt::MemoryRange>("ranges");
+    std::vector<uint32_t> crcs(list.size());
+    Status status = Status::ok();
+    {
+        nb::gil_scoped_release released;
+        status = flashckpt::checksum_ranges(list.data(), list.size(), crcs.data(), threads);
+    }
+    raise_unless_ok(status);
+    return nb::bytes(reinterpret_cast<const char*>(crcs.data()), crcs.size() * sizeof(uint32_t));
+}
+
 // A tuple, or one of a subclass that adds nothing but names (a NamedTuple): what tuple.__new__ makes.
 nb::object make_tuple(PyTypeObject* type, std::initializer_list<nb::object> items) {
     nb::object made = nb::steal(type->tp_alloc(type, static_cast<Py_ssize_t>(items.size())));
@@ -307,6 +319,7 @@ NB_MODULE(_core, module) {
     module.def("verify_chunks", &verify_chunks, "data"_a, "chunk_bytes"_a, "chunk_crcs"_a, "threads"_a);
     module.def("verify_file", &verify_file, "fd"_a, "data_offset"_a, "data_length"_a, "chunk_bytes"_a,
                "chunk_crcs"_a, "threads"_a);
+    module.def("checksum_ranges", &checksum_ranges, "ranges"_a, "threads"_a);
     module.def("prefault", &prefault, "data"_a, "threads"_a);
     module.def("kernel", [] { return std::string(flashckpt::active_kernel().name); });
     module.def("kernels", &flashckpt::available_kernels);

@@ -1,3 +1,4 @@
+#include "../core/crc32c.h"
 #include "../core/verify.h"
 #include "check.h"
 
@@ -37,6 +38,28 @@ TEST(verify_finds_each_bad_chunk) {
             }
         }
     });
+}
+
+TEST(checksums_of_ranges) {
+    static const std::vector<uint8_t> data = random_bytes(700'001, 33);
+    const auto begin = reinterpret_cast<int64_t>(data.data());
+    const std::vector<MemoryRange> ranges = {{begin, 0}, {begin + 1, 300'000}, {begin + 7, 700'001 - 7}, {begin, 1}};
+    with_each_kernel([&](const std::string&) {
+        for (int threads : {1, 4}) {
+            std::vector<uint32_t> crcs(ranges.size(), 1);
+            CHECK(checksum_ranges(ranges.data(), ranges.size(), crcs.data(), threads, 0).is_ok());
+            for (size_t i = 0; i < ranges.size(); ++i) {
+                const auto* from = reinterpret_cast<const uint8_t*>(ranges[i].address);
+                CHECK_EQUAL(crcs[i], crc32c(0, from, static_cast<size_t>(ranges[i].length)));
+            }
+        }
+    });
+    uint32_t crc = 0;
+    const MemoryRange negative{begin, -1}, nowhere{0, 1};
+    CHECK(!checksum_ranges(&negative, 1, &crc, 1).is_ok());
+    CHECK(!checksum_ranges(&nowhere, 1, &crc, 1).is_ok());
+    CHECK(!checksum_ranges(nullptr, 0, &crc, 0).is_ok());
+    CHECK(checksum_ranges(nullptr, 0, &crc, 1).is_ok());
 }
 
 TEST(verify_of_nothing) {

@@ -18,7 +18,6 @@ from flashckpt.rpc.api import ShardProblem
 from flashckpt.transport.gathering import TakesHead
 
 if TYPE_CHECKING:
-    import threading
     from collections.abc import Callable, Iterable
 
     from flashckpt.rpc.api import Taker
@@ -63,10 +62,18 @@ class Kept(TakesHead, Protocol):
     def put_chunks(self, first: int, data: bytes | memoryview) -> None: ...
 
 
+class Stop(Protocol):
+    """threading.Event, or what is like it."""
+
+    def is_set(self) -> bool: ...
+
+    def wait(self, timeout: float | None = None) -> bool: ...
+
+
 class Fetching:
     """All requests of one retrieval. Any thread."""
 
-    def __init__(self, ask: Ask, stop: threading.Event, deadline: float, count: Callable[[int], None]) -> None:
+    def __init__(self, ask: Ask, stop: Stop, deadline: float, count: Callable[[int], None]) -> None:
         """`stop`: nobody waits for it any more. `count` gets the bytes of chunks that have come."""
         self._ask = ask
         self._stop = stop
@@ -113,13 +120,13 @@ class Fetching:
                 sources.refused(node_id, refused.reason, retry=refused.retry)
 
 
-def _raise_if_set(stop: threading.Event) -> None:
+def _raise_if_set(stop: Stop) -> None:
     if stop.is_set():
         raise ClosedError("nobody waits for it any more")
 
 
 class _HeadTaker:
-    def __init__(self, reader: HeadReader, stop: threading.Event) -> None:
+    def __init__(self, reader: HeadReader, stop: Stop) -> None:
         self._reader = reader
         self._stop = stop
 
@@ -138,7 +145,7 @@ class _HeadTaker:
 
 
 class _ChunkTaker:
-    def __init__(self, kept: Kept, stop: threading.Event, count: Callable[[int], None]) -> None:
+    def __init__(self, kept: Kept, stop: Stop, count: Callable[[int], None]) -> None:
         self._kept = kept
         self._stop = stop
         self._count = count

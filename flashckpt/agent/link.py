@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import logging
 import os
 import threading
@@ -12,6 +13,7 @@ from flashckpt.errors import AgentError, ClosedError, ConflictError, DeniedError
 from flashckpt.rpc.agent_client import AgentClient
 from flashckpt.rpc.api import VERSION
 from flashckpt.store.owner import Owner
+from flashckpt.workers import Flag, Pending, Worker, on_main_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,6 +25,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
+_GRACE = 10.0  # that a call's own end may take beyond its deadline
 # The agent is gone, was restarted, or drains: another one comes.
 _PASSING = (AgentError, DeniedError, ClosedError)
 
@@ -30,30 +33,35 @@ _PASSING = (AgentError, DeniedError, ClosedError)
 class AgentLink:
     """One process's lease. Any thread may call; one thread of its own listens and brings the agent back.
 
+    IMPORTANT: the main thread makes no call of gRPC itself, since Ctrl-C would leave a channel's lock locked. A worker
+    makes it, and where the main thread is interrupted meanwhile, the channel is closed, which ends the call, and the
+    next call opens another.
+
     `start` makes sure that an agent runs and is given by the rank that acts for its node; the others wait for it.
+    `open` comes before any call.
     """
 
-    def __init__(
-        self,
-        socket_path: str,
-        job: str,
-        rank: int,
-        start: Callable[[float], object] | None,
-        timeout: float,
-    ) -> None:
+    def __init__(self, socket_path: str, job: str, rank: int, start: Callable[[float], object] | None) -> None:
         self.on_progress: Callable[[Progress], None] = lambda progress: None
         self._socket_path = socket_path
         self.job = job
         self._rank = rank
         self._start = start
+        self._worker = Worker("flashckpt-agent")  # calls of the main thread, and the last words
         self._lock = threading.Lock()  # protects the lease: one thread renews it, the others wait
-        self._client = AgentClient(socket_path)
+        self._swap = threading.Lock()  # protects the next one
+        self._client: AgentClient | None = None  # of all calls but the watch
+        self._watching: AgentClient | None = None
         self._lease: Lease | None = None
-        self._closed = threading.Event()
+        self._closed = Flag()
+        self._farewell: Pending[None] | None = None
         self._pid = os.getpid()
-        self._open(time.monotonic() + timeout)
-        self._watcher = threading.Thread(target=self._watch, name="flashckpt-watch", daemon=True)
-        self._watcher.start()
+        self._watcher: threading.Thread | None = None
+
+    def open(self, timeout: float) -> None:
+        """Connects. Once it was called, in vain too, `close` is due."""
+        deadline = time.monotonic() + timeout
+        self._aside(lambda _: self._open(deadline), timeout, "connecting to the agent")
 
     @property
     def lease(self) -> Lease:
@@ -66,28 +74,69 @@ class AgentLink:
 
         So it must not matter whether `call` was carried out once or twice.
         """
+        return self._aside(lambda given_up: self._call(call, timeout, doing, given_up), timeout, doing)
+
+    def release(self, end: Callable[[], None]) -> None:
+        """Ends something that goes on over the connection, as a stream does."""
+        if not self.is_forked:
+            self._aside(lambda _: end(), _GRACE, "ending a call of the agent")
+
+    def _aside(self, call: Callable[[Flag], T], timeout: float, doing: str) -> T:
+        """Carries out `call` where no exception of a signal handler comes. Its flag says that nobody waits for it any
+        more."""
+        given_up = Flag()
+        if not on_main_thread() or self._closed.is_set():
+            return call(given_up)
+        self._refuse_fork(doing)
+        pending = Pending(lambda: call(given_up))
+        try:
+            self._worker.hand_over(pending)
+            ended = pending.wait(timeout + _GRACE)
+        except BaseException:
+            given_up.set()
+            if not pending.cancel() and not pending.done:
+                _thread.start_new_thread(self._throw_away, (self._client,))
+            raise
+        if not ended:
+            given_up.set()
+            _thread.start_new_thread(self._throw_away, (self._client,))
+            raise AgentError(f"{doing}: expected this node's agent to answer within {timeout:g} s, found no answer")
+        return pending.result()
+
+    def _throw_away(self, client: AgentClient | None) -> None:
+        """In a thread of its own. Calls over it end; whoever else has one under way tries again with another client."""
+        if client is not None:
+            self._replace(client, None)
+
+    def _replace(self, old: AgentClient, new: AgentClient | None) -> None:
+        with self._swap:
+            if self._client is old:
+                self._client = new
+        old.close()
+
+    def _call(self, call: Callable[[AgentClient, bytes, float], T], timeout: float, doing: str, given_up: Flag) -> T:
         deadline = time.monotonic() + timeout
         pause = _FIRST_PAUSE
         while True:
-            if self._closed.is_set():
+            if self._closed.is_set() or given_up.is_set():
                 raise ClosedError(f"{doing}: the connection to the agent was closed")
-            if self.is_forked:
-                raise ConflictError(
-                    f"{doing}: the connection is of process {self._pid}, used by its fork {os.getpid()}",
-                    hint="make a Checkpointer of its own in the child",
-                )
-            lease = self._lease
+            self._refuse_fork(doing)
+            lease, client = self._lease, self._client
             try:
-                if lease is None:
-                    lease = self._renew(None, deadline)
-                return call(self._client, lease.ticket, max(0.05, deadline - time.monotonic()))
+                if lease is None or client is None:
+                    lease, client = self._renew(None, deadline)
+                return call(client, lease.ticket, max(0.05, deadline - time.monotonic()))
             except _PASSING as error:
+                if self._closed.is_set() or given_up.is_set():
+                    raise
                 if time.monotonic() + pause >= deadline:
                     raise AgentError(
                         f"{doing}: expected this node's agent to answer within {round(timeout, 1):g} s, "
                         f"found: {error.message}"
                     ) from error
                 log.info("%s: %s; trying again", doing, error.message)
+            if client is not None and self._client is not client:
+                continue  # a call of another thread was interrupted, and the client went with it
             if self._closed.wait(pause):
                 continue
             pause = min(2 * pause, _LONGEST_PAUSE)
@@ -96,22 +145,49 @@ class AgentLink:
             except _PASSING as error:
                 log.info("no lease yet: %s", error.message)
 
+    def _refuse_fork(self, doing: str) -> None:
+        if self.is_forked:
+            raise ConflictError(
+                f"{doing}: the connection is of process {self._pid}, used by its fork {os.getpid()}",
+                hint="make a Checkpointer of its own in the child",
+            )
+
     @property
     def is_forked(self) -> bool:
         """Whether this is a child's copy: the connection behind it is the parent's, and must not be touched."""
         return self._pid != os.getpid()
 
-    def close(self) -> None:
-        if self._closed.is_set() or self.is_forked:
-            return
+    def close(self, timeout: float = _GRACE) -> bool:
+        """Whether all of it ended in time; else the rest ends by itself. May be called again."""
+        if self.is_forked:
+            return True
         self._closed.set()
-        if self._lease is not None:
+        if self._farewell is None:
+            farewell = Pending(self._say_goodbye)
+            self._worker.hand_over(farewell)
+            # Two goodbyes, of a close() that was interrupted here, are one too many, and no harm.
+            self._farewell = farewell
+            self._worker.close()
+        ended = self._farewell.wait(timeout)
+        if not ended:
+            log.warning("the agent was not told of the end within %.1f s: it finds out by itself", timeout)
+        return ended
+
+    def _say_goodbye(self) -> None:
+        lease, client = self._lease, self._client
+        if lease is not None:
+            self._lease = None
             try:
-                self._client.bye(self._lease.ticket)
+                if client is None:
+                    client = AgentClient(self._socket_path)
+                client.bye(lease.ticket)
             except FlashError as error:
                 log.info("goodbye to the agent: %s", error)
-        self._client.close()
-        self._watcher.join(5.0)
+        for one in (client, self._client, self._watching):
+            if one is not None:
+                one.close()
+        if self._watcher is not None:
+            self._watcher.join(5.0)
 
     def _open(self, deadline: float) -> None:
         """The first lease. An agent that drains answers, but takes no trainer any more: its successor will."""
@@ -119,26 +195,29 @@ class AgentLink:
             try:
                 self._renew(None, deadline)
             except ClosedError as error:
-                if time.monotonic() + _FIRST_PAUSE >= deadline:
+                if self._closed.is_set() or time.monotonic() + _FIRST_PAUSE >= deadline:
                     raise
                 log.info("no lease yet: %s", error.message)
             else:
-                return
+                break
             time.sleep(_FIRST_PAUSE)
+        self._watcher = threading.Thread(target=self._watch, name="flashckpt-watch", daemon=True)
+        self._watcher.start()
 
-    def _renew(self, old: Lease | None, deadline: float) -> Lease:
+    def _renew(self, old: Lease | None, deadline: float) -> tuple[Lease, AgentClient]:
         """A lease other than `old`; starts an agent where there is none and this rank is to."""
         if not self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise AgentError(f"agent at {self._socket_path}: expected it to come back in time, found it still missing")
         try:
+            client = self._connected()
             if self._lease is not None and self._lease is not old:
-                return self._lease
+                return self._lease, client
             left = max(0.1, deadline - time.monotonic())
             if self._start is not None and not self._closed.is_set():
                 self._start(left)
             asked_at = time.monotonic()
             try:
-                self._lease = self._hello(self._client)
+                self._lease = self._hello(client)
             except AgentError:
                 if self._closed.is_set() or time.monotonic() - asked_at > _LONGEST_PAUSE:
                     raise
@@ -149,11 +228,17 @@ class AgentLink:
                 except BaseException:
                     fresh.close()
                     raise
-                self._client.close()
-                self._client = fresh
-            return self._lease
+                self._replace(client, fresh)
+                client = fresh
+            return self._lease, client
         finally:
             self._lock.release()
+
+    def _connected(self) -> AgentClient:
+        with self._swap:
+            if self._client is None:
+                self._client = AgentClient(self._socket_path)
+            return self._client
 
     def _hello(self, client: AgentClient) -> Lease:
         return client.hello(Owner.current(), self._rank, VERSION, self.job)
@@ -165,9 +250,13 @@ class AgentLink:
             lives = False  # the lease: a connection may also end of age
             try:
                 if lease is not None:
-                    for progress in self._client.watch(lease.ticket):
-                        pause = _FIRST_PAUSE
-                        self.on_progress(progress)
+                    # A connection of its own: it is not thrown away with the one that an interrupted call went over.
+                    with AgentClient(self._socket_path) as self._watching:
+                        if self._closed.is_set():
+                            return
+                        for progress in self._watching.watch(lease.ticket):
+                            pause = _FIRST_PAUSE
+                            self.on_progress(progress)
                     lives = True
             except FlashError as error:
                 if not self._closed.is_set():

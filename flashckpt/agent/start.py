@@ -17,6 +17,7 @@ from flashckpt.agent.process import HELD, LOG_NAME, OK, SOCKET_NAME, Options, op
 from flashckpt.errors import AgentError, FlashError, IncompatibleError
 from flashckpt.store.directory import open_directory
 from flashckpt.store.owner import Owner, is_dead
+from flashckpt.workers import on_main_thread, run_in_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -130,14 +131,11 @@ def look(memory_dir: str, job: str, timeout: float = 2.0) -> Seen | None:
 
 def ask_agent(memory_dir: str, job: str, call: Callable[[AgentClient], T], timeout: float) -> T:
     """What the agent answers. AgentError where none runs, NotFoundError where the job has no directory."""
-    from flashckpt.rpc.agent_client import AgentClient
-
     directory = open_directory(memory_dir, job, create=False)
     try:
         if AgentLock(directory).holder() is None:
             raise AgentError(f"job {job!r}: no agent runs on this node", hint="`flashckpt agent start` starts one")
-        with AgentClient(_socket_path(directory), timeout=timeout) as client:
-            return call(client)
+        return _with_client(directory, timeout, call)
     finally:
         directory.close()
 
@@ -257,12 +255,22 @@ def _ask_until(directory: Directory, holder: Holder, deadline: float) -> dict[st
 
 
 def _ask(directory: Directory, timeout: float) -> dict[str, Any]:
-    from flashckpt.rpc.agent_client import AgentClient
-
     # Without waiting for the channel first: gRPC looks at its state only every 0.2 s. Where nobody listens yet
     # the call fails at once, and the caller decides whether to ask again.
-    with AgentClient(_socket_path(directory), timeout=timeout) as client:
-        return client.status()
+    return _with_client(directory, timeout, lambda client: client.status())
+
+
+def _with_client(directory: Directory, timeout: float, call: Callable[[AgentClient], T]) -> T:
+    """Not on the main thread: Ctrl-C there would leave a lock of gRPC locked, and closing the client would hang."""
+    path = _socket_path(directory)
+
+    def run() -> T:
+        from flashckpt.rpc.agent_client import AgentClient
+
+        with AgentClient(path, timeout=timeout) as client:
+            return call(client)
+
+    return run_in_thread(run, "flashckpt-ask") if on_main_thread() else run()
 
 
 def _socket_path(directory: Directory) -> str:
@@ -290,11 +298,8 @@ def _check(options: Options, holder: Holder, status: dict[str, Any]) -> None:
 
 def _stop_elsewhere(directory: Directory, lock: AgentLock, holder: Holder, timeout: float) -> Holder:
     """An agent of another container: its pid means nothing here, but it hears us."""
-    from flashckpt.rpc.agent_client import AgentClient
-
     deadline = time.monotonic() + timeout
-    with AgentClient(_socket_path(directory)) as client:
-        client.stop(timeout)
+    _with_client(directory, 10.0, lambda client: client.stop(timeout))
     while lock.holder() is not None:
         if time.monotonic() > deadline:
             raise _still_there(directory, holder, timeout)

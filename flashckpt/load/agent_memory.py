@@ -58,7 +58,7 @@ class AgentMemory:
                 raise answer
             yield dict(answer.places)
         finally:
-            attempt.close()
+            self._link.release(attempt.close)
 
 
 class _Attempt:

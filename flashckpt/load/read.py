@@ -11,21 +11,23 @@ import torch
 
 from flashckpt import native
 from flashckpt.collector import collector_paused
-from flashckpt.devices import as_bits, native_address
+from flashckpt.devices import Upload, copy_into, native_address
 from flashckpt.errors import CorruptShardError
 from flashckpt.failpoints import failpoint
 from flashckpt.format.dtypes import ITEMSIZE
 from flashckpt.load.cover import keys_in_chunks
 from flashckpt.load.plan import Int64s, Transfer, runs
 from flashckpt.state.regions import narrow
+from flashckpt.types import Box
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from flashckpt.format.shard import Envelope
-    from flashckpt.types import Box, Layout
+    from flashckpt.types import Layout
 
-# What can't be read straight into its tensor goes through host buffers of at most this size in total.
+_ALIGN_BYTES = 64
+# What can't be read straight into its tensor goes through host buffers (devices/upload.py) of at most this size in all.
 BOUNCE_BYTES = 256 << 20
 
 
@@ -46,10 +48,16 @@ class OpenShard:
     mapped: memoryview | None = None  # the whole file, where this process wrote it: it neither changes nor shrinks
 
 
-@dataclass(frozen=True, slots=True)
-class _Bounce:
-    buffer: torch.Tensor
+class _Bounce(NamedTuple):
+    """Part of a transfer that goes through the staging buffer, and where it lies there."""
+
     transfer: Transfer
+    offset_bytes: int
+
+
+class _Batch(NamedTuple):
+    straight: list[tuple[Transfer, int]]  # with the address of the tensor
+    bounces: list[_Bounce]
 
 
 def read(
@@ -62,23 +70,31 @@ def read(
 ) -> None:
     """Carries out the transfers. Bytes reach a tensor only once their chunk's checksum was found right.
 
-    Raises CorruptShardError (with `.shard_index`) where a chunk is bad; other chunks may be in place by then.
+    What goes to a device is read and verified into one staging buffer while the device copies from the other. When
+    this returns or raises, no copy is under way. Raises CorruptShardError (with `.shard_index`) where a chunk is bad;
+    other chunks may be in place by then.
     """
-    for batch in _batches(transfers, targets):
-        by_shard: dict[int, array[int]] = {}
-        bounces: list[_Bounce] = []
-        with collector_paused():
-            for transfer, address in batch:
-                pieces = by_shard.get(transfer.shard)
-                if pieces is None:
-                    pieces = by_shard[transfer.shard] = array("q")
-                _add_pieces(pieces, transfer, targets[transfer.want.target], address, bounces)
-        count_writes([targets[transfer.want.target].tensor for transfer, _ in batch])
-        for number, pieces in by_shard.items():
-            failpoint("mid_read")
-            _gather(shards[number], number, pieces, threads, verify)
-        for bounce in bounces:
-            land(bounce.buffer, bounce.transfer.overlap, targets[bounce.transfer.want.target])
+    device = next((target.tensor.device for target in targets if not target.tensor.is_cpu), None)
+    with Upload(BOUNCE_BYTES, device) as upload:
+        for batch in _batches(transfers, targets, upload.buffer_bytes):
+            buffer = upload.next_buffer() if batch.bounces else None
+            by_shard: dict[int, array[int]] = {}
+            with collector_paused():
+                for transfer, address in batch.straight:
+                    pieces = by_shard.setdefault(transfer.shard, array("q"))
+                    _add_pieces(pieces, transfer, targets[transfer.want.target].box, address)
+                for transfer, offset in batch.bounces:
+                    pieces = by_shard.setdefault(transfer.shard, array("q"))
+                    if buffer is not None:
+                        _add_pieces(pieces, transfer, transfer.overlap, buffer.data_ptr() + offset)
+            count_writes([targets[transfer.want.target].tensor for transfer, _ in (*batch.straight, *batch.bounces)])
+            for number, pieces in by_shard.items():
+                failpoint("mid_read")
+                _gather(shards[number], number, pieces, threads, verify)
+            for transfer, offset in batch.bounces:
+                if buffer is not None:
+                    target = targets[transfer.want.target]
+                    upload.put(_staged(buffer, transfer, offset), _place(transfer.overlap, target))
 
 
 def pieces_for(transfers: Iterable[Transfer], targets: Sequence[Target]) -> dict[int, Int64s] | None:
@@ -94,7 +110,7 @@ def pieces_for(transfers: Iterable[Transfer], targets: Sequence[Target]) -> dict
             address = _address(transfer, target)
             if address is None:
                 return None
-            _add_pieces(by_shard.setdefault(transfer.shard, array("q")), transfer, target, address, [])
+            _add_pieces(by_shard.setdefault(transfer.shard, array("q")), transfer, target.box, address)
     found: dict[int, Int64s] = {}
     for rank, triples in by_shard.items():
         rows = np.frombuffer(triples, dtype=np.int64).reshape(-1, 3)
@@ -114,24 +130,46 @@ def read_range(shard: OpenShard, number: int, offset_bytes: int, length_bytes: i
     return data
 
 
-def _batches(transfers: Sequence[Transfer], targets: Sequence[Target]) -> Iterator[list[tuple[Transfer, int | None]]]:
-    """Groups transfers so that bounce buffers stay bounded; what needs none never starts a new group.
-
-    With each the address of its tensor, None where it can't be read straight into it.
-    """
-    batch: list[tuple[Transfer, int | None]] = []
-    bounced = 0
-    for transfer in transfers:
-        address = _address(transfer, targets[transfer.want.target])
-        if address is None:
-            size = transfer.overlap.volume * ITEMSIZE[transfer.entry.dtype]
-            if bounced and bounced + size > BOUNCE_BYTES:
+def _batches(transfers: Sequence[Transfer], targets: Sequence[Target], limit_bytes: int) -> Iterator[_Batch]:
+    """Groups transfers so that what bounces fits in one staging buffer, and cuts what is larger than that. What needs
+    no staging never starts a new group."""
+    addresses = [_address(transfer, targets[transfer.want.target]) for transfer in transfers]
+    order: Sequence[int] = range(len(transfers))
+    if None in addresses:
+        # In the order of the file: chunks that two groups share are read and verified in each.
+        order = sorted(order, key=lambda at: (transfers[at].shard, transfers[at].entry.offset_bytes))
+    batch, used = _Batch([], []), 0
+    for at in order:
+        address = addresses[at]
+        if address is not None:
+            batch.straight.append((transfers[at], address))
+            continue
+        for part in _cut(transfers[at], limit_bytes):
+            size = part.overlap.volume * ITEMSIZE[part.entry.dtype]
+            start = -(-used // _ALIGN_BYTES) * _ALIGN_BYTES
+            if batch.bounces and start + size > limit_bytes:
                 yield batch
-                batch, bounced = [], 0
-            bounced += size
-        batch.append((transfer, address))
-    if batch:
+                batch, start = _Batch([], []), 0
+            batch.bounces.append(_Bounce(part, start))
+            used = start + size
+    if batch.straight or batch.bounces:
         yield batch
+
+
+def _cut(transfer: Transfer, limit_bytes: int) -> Iterator[Transfer]:
+    """Cuts a transfer into rows, or parts of rows, of at most `limit_bytes` (at least one element each)."""
+    box = transfer.overlap
+    size = box.volume * ITEMSIZE[transfer.entry.dtype]
+    dim = next((at for at, count in enumerate(box.sizes) if count > 1), None)
+    if size <= limit_bytes or dim is None:
+        yield transfer
+        return
+    count = box.sizes[dim]
+    rows = max(1, limit_bytes // (size // count))
+    for start in range(0, count, rows):
+        offsets = (*box.offsets[:dim], box.offsets[dim] + start, *box.offsets[dim + 1 :])
+        sizes = (*box.sizes[:dim], min(rows, count - start), *box.sizes[dim + 1 :])
+        yield from _cut(transfer._replace(overlap=Box(offsets, sizes)), limit_bytes)
 
 
 def count_writes(tensors: Sequence[torch.Tensor]) -> None:
@@ -145,38 +183,37 @@ def _address(transfer: Transfer, target: Target) -> int | None:
     return native_address(transfer.want.fqn, target.tensor)
 
 
-def _add_pieces(
-    pieces: array[int], transfer: Transfer, target: Target, address: int | None, bounces: list[_Bounce]
-) -> None:
-    """Triples (offset in the data area, address, length) as native.gather_read takes them."""
-    itemsize = ITEMSIZE[transfer.entry.dtype]
-    if address is not None and transfer.overlap == transfer.entry.box == target.box:
+def _add_pieces(pieces: array[int], transfer: Transfer, inside: Box, address: int) -> None:
+    """Triples (offset in the data area, address, length) as native.gather_read takes them. `inside`: what lies, in row
+    major order, at `address`."""
+    if transfer.overlap == transfer.entry.box == inside:
         # Nearly every transfer: all of an entry into all of a tensor.
         pieces.extend((transfer.entry.offset_bytes, address, transfer.entry.length_bytes))
         return
-    if address is not None:
-        base, inside = address, target.box
-    else:
-        dtype = getattr(torch, transfer.entry.dtype)
-        buffer = torch.empty(transfer.overlap.sizes, dtype=dtype)
-        bounces.append(_Bounce(buffer, transfer))
-        base, inside = buffer.data_ptr(), transfer.overlap
+    itemsize = ITEMSIZE[transfer.entry.dtype]
     sources, destinations, length = runs(transfer.overlap, transfer.entry.box, inside, itemsize)
     triples = np.empty((len(sources), 3), dtype=np.int64)
     triples[:, 0] = sources + transfer.entry.offset_bytes
-    triples[:, 1] = destinations + base
+    triples[:, 1] = destinations + address
     triples[:, 2] = length
     pieces.frombytes(triples.tobytes())
 
 
+def _staged(buffer: torch.Tensor, transfer: Transfer, offset_bytes: int) -> torch.Tensor:
+    """The bytes of a transfer in the staging buffer, as the stored dtype."""
+    dtype: torch.dtype = getattr(torch, transfer.entry.dtype)
+    length = transfer.overlap.volume * dtype.itemsize
+    return buffer[offset_bytes : offset_bytes + length].view(dtype).view(transfer.overlap.sizes)
+
+
+def _place(overlap: Box, target: Target) -> torch.Tensor:
+    start = (at - base for at, base in zip(overlap.offsets, target.box.offsets, strict=True))
+    return narrow(target.tensor.detach(), start, overlap.sizes)
+
+
 def land(source: torch.Tensor, overlap: Box, target: Target) -> None:
     """From host memory into its place in a tensor of whatever device, stride or dtype."""
-    start = (at - base for at, base in zip(overlap.offsets, target.box.offsets, strict=True))
-    into = narrow(target.tensor.detach(), start, overlap.sizes)
-    if source.dtype == into.dtype and not (into.is_neg() or into.is_conj()):
-        as_bits(into).copy_(as_bits(source))
-    else:
-        into.copy_(source)
+    copy_into(_place(overlap, target), source)
 
 
 def _gather(shard: OpenShard, number: int, pieces: array[int], threads: int, verify: bool) -> None:

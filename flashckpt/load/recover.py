@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from flashckpt.load.read import Target
     from flashckpt.load.result import SourceName
     from flashckpt.save.values import Values
-    from flashckpt.types import Generation
+    from flashckpt.types import Generation, TensorEntry
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +50,8 @@ class Found:
     saved_world_size: int
     extra: Any
     keys: frozenset[str]  # that this rank could ask for
+    entry: Callable[[str], TensorEntry | None]  # one region of the tensor under a key; None: it is no tensor
+    value: Callable[[str], tuple[bool, Any]]  # (found, value) of a key that is no tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,22 @@ class Recovery:
     def __init__(self, ground: Ground) -> None:
         self._ground = ground
         self._touched = False
+        self._attempt: Readable | None = None  # the one that is under way
+
+    def __enter__(self) -> Recovery:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        """An error that comes after tensors were written to says so."""
+        if error is not None and self.touched and not _says_so(error):
+            said = "tensors were written to before load() ended: load again, or end the process, before they are used"
+            error.add_note(f"flashckpt: {said}")
+            log.warning("%s: %s", type(error).__name__, said)
+
+    @property
+    def touched(self) -> bool:
+        """Whether this rank's tensors may have been written to."""
+        return self._touched or (self._attempt is not None and self._attempt.touched)
 
     def take_inventory(self) -> Inventory:
         """What every node holds; one rank of each node asks its agent. Collective."""
@@ -176,14 +194,13 @@ class Recovery:
         if not choice.candidates:
             if choice.passed_over:
                 raise self._unusable(choice, ())
-            # Before flattening: asking a Stateful for its state dict can change it (torch's optimizer helpers
-            # take a step to make room for moments), and a load that finds nothing must leave no trace.
+            # Before flattening: asking a Stateful for its state dict can change it, and a load that finds nothing must
+            # leave no trace.
             return None
-        flat, live = self._ground.group.together("reading the live state dict", lambda: _live(state_dict))
 
         def use(attempt: Attempt) -> LoadResult:
             with attempt:
-                return self._try(attempt, state_dict, flat, live, request)
+                return self._try(attempt, state_dict, request)
 
         result, stepped_over = self._newest(inventory, choice, use)
         newer = [f"{g}: {why}" for g, why in choice.passed_over if age_order(g) > age_order(result.generation)]
@@ -191,8 +208,7 @@ class Recovery:
 
     def load_from(self, attempt: Readable, state_dict: MutableMapping[Any, Any], request: Request) -> LoadResult:
         """The same from what is not in memory. Collective. StepBackError on all ranks where it can't be used."""
-        flat, live = self._ground.group.together("reading the live state dict", lambda: _live(state_dict))
-        return self._try(attempt, state_dict, flat, live, request)
+        return self._try(attempt, state_dict, request)
 
     def find(self, step: int | None) -> Attempt:
         """The newest usable generation, described, for somebody who reads by a plan of their own. Collective.
@@ -240,24 +256,18 @@ class Recovery:
                         stepped_over.append(f"{generation}: {error.message}")
         raise self._unusable(choice, stepped_over)
 
-    def _try(
-        self,
-        attempt: Readable,
-        state_dict: MutableMapping[Any, Any],
-        flat: Flat,
-        live: LiveTensors,
-        request: Request,
-    ) -> LoadResult:
+    def _try(self, attempt: Readable, state_dict: MutableMapping[Any, Any], request: Request) -> LoadResult:
         ground, generation = self._ground, attempt.generation
         began = time.perf_counter()
+        self._attempt = attempt
         attempt.describe()
         proved = time.perf_counter()
         plans: list[_ReadPlan] = []
 
         def make_plan() -> bytes:
             with collector_paused():
-                plans.append(_plan(attempt, ground.rank, flat, live, request))
-                return attempt.needs(plans[0].transfers, live.targets)
+                plans.append(_plan(attempt, ground.rank, state_dict, request))
+                return attempt.needs(plans[0].transfers, plans[0].targets)
 
         needs = agree(ground.group, ground.node, f"preparing to load {generation}", make_plan)
         mine = plans[0]
@@ -273,20 +283,20 @@ class Recovery:
         planned = time.perf_counter()
         failpoint("after_plan")
         try:
-            attempt.fetch(mine.transfers, live.targets, needs)
+            attempt.fetch(mine.transfers, mine.targets, needs)
             fetched = time.perf_counter()
             agree(
                 ground.group,
                 ground.node,
                 f"reading {generation}",
-                lambda: attempt.read(mine.transfers, live.targets),
+                lambda: attempt.read(mine.transfers, mine.targets),
             )
         finally:
             self._touched |= attempt.touched
         failpoint("after_read")
         # The owners' own code: load_state_dict of Stateful objects.
         ground.group.together(
-            f"handing {generation} to its owners", lambda: restore(state_dict, flat, mine.values, mine.keys)
+            f"handing {generation} to its owners", lambda: restore(state_dict, mine.flat, mine.values, mine.keys)
         )
         return LoadResult(
             step=generation.step,
@@ -312,7 +322,7 @@ class Recovery:
     def refuse_if_touched(self, error: UnusableError) -> None:
         """Before a fresh start: raises where tensors of any rank were written to, which would begin with them.
         Collective."""
-        answers = self._ground.group.gather(bytes([self._touched]), "comparing what was written to")
+        answers = self._ground.group.gather(bytes([self.touched]), "comparing what was written to")
         if ranks := [rank for rank, answer in enumerate(answers) if answer != b"\0"]:
             raise UnusableError(
                 f"{error.message}\n  allow_fresh: expected untouched tensors to start anew with, found that those of "
@@ -323,17 +333,23 @@ class Recovery:
 
     def _unusable(self, choice: Choice, stepped_over: Sequence[str]) -> UnusableError:
         tried = "".join(f"\n  - {line}" for line in stepped_over)
-        touched = "; tensors were written to before the damage was found" if self._touched else ""
+        touched = "; tensors were written to before the damage was found" if self.touched else ""
         return UnusableError(
             f"job {self._ground.job!r}: shards exist, but no generation is usable{touched}:{tried}{_listed(choice)}",
-            touched=self._touched,
+            touched=self.touched,
         )
+
+
+def _says_so(error: BaseException) -> bool:
+    return isinstance(error, UnusableError) and bool(error.fields.get("touched"))
 
 
 @dataclass(frozen=True, slots=True)
 class _ReadPlan:
     """What one rank is going to read and hand over."""
 
+    flat: Flat  # of the live state dict
+    targets: list[Target]
     transfers: list[Transfer]
     values: dict[str, Any]
     extra: Any
@@ -342,14 +358,26 @@ class _ReadPlan:
     unexpected: frozenset[str]
 
 
-def _plan(attempt: Readable, rank: int, flat: Flat, live: LiveTensors, request: Request) -> _ReadPlan:
-    """Local. Raises what only the caller can mend: keys and shapes that do not fit."""
+def _plan(attempt: Readable, rank: int, state_dict: MutableMapping[Any, Any], request: Request) -> _ReadPlan:
+    """Local. Raises what only the caller can mend: keys and shapes that do not fit.
+
+    The screen is called before the state dict is flattened: a Stateful can lay out what the generation holds.
+    """
     catalogue = attempt.catalogue
     extra = catalogue.values(rank if rank < attempt.world else 0).extra
     every = catalogue.saved_keys(rank, attempt.stored)
     if request.screen is not None:
-        there = Found(attempt.generation.step, attempt.world, extra, frozenset(every))
+        there = Found(
+            attempt.generation.step,
+            attempt.world,
+            extra,
+            frozenset(every),
+            entry=lambda fqn: _entry(attempt.stored, fqn),
+            value=lambda fqn: catalogue.value(fqn, rank),
+        )
         request = replace(request, keep=request.screen(there))
+    flat = flatten(state_dict)
+    live = LiveTensors(flat)
     saved = {fqn for fqn in every if request.selects(fqn)}
     wanted = {fqn for fqn in (*flat.tensors, *flat.values) if request.selects(fqn)}
     keys = wanted & saved
@@ -367,13 +395,12 @@ def _plan(attempt: Readable, rank: int, flat: Flat, live: LiveTensors, request: 
             raise StructureError(
                 f"key {fqn!r}: expected a value as in the state dict, found a tensor in the checkpoint", key=fqn
             )
-    return _ReadPlan(transfers, values, extra, keys, missing, frozenset(saved - wanted))
+    return _ReadPlan(flat, live.targets, transfers, values, extra, keys, missing, frozenset(saved - wanted))
 
 
-def _live(state_dict: MutableMapping[Any, Any]) -> tuple[Flat, LiveTensors]:
-    with collector_paused():
-        flat = flatten(state_dict)
-        return flat, LiveTensors(flat)
+def _entry(stored: Index, fqn: str) -> TensorEntry | None:
+    pieces = stored.get((fqn, None))
+    return pieces[0].entry if pieces else None
 
 
 def _refuse_idle_keys(request: Request, known: set[str]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 import concurrent.futures
+import contextlib
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -20,13 +21,14 @@ import numpy as np
 
 from flashckpt import native
 from flashckpt.agent.fetching import CannotBeHadError, Fetching
-from flashckpt.errors import DeadlineError
+from flashckpt.errors import ClosedError, DeadlineError
 from flashckpt.failpoints import failpoint
 from flashckpt.format.caps import CRC_BYTES
 from flashckpt.format.refuse import corrupt
 from flashckpt.load.agent_memory import cannot_be_had
 from flashckpt.transport.filling import runs
 from flashckpt.transport.gathering import HeadReader
+from flashckpt.workers import Flag, Pending, begin_in_thread, on_main_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -154,20 +156,47 @@ def retrieve_straight(
     """
     failpoint("before_landing")
     run = _Run(holders.ask, timeout)
-    try:
-        run.fetch([(one, Landing(job, one, pieces[one.shard.rank])) for one in retrievals], on_progress)
-    finally:
-        run.stop.set()
-        holders.close()  # which ends running calls, and with them whoever still receives
-        run.join()
+
+    def fetch() -> None:
+        try:
+            run.fetch([(one, Landing(job, one, pieces[one.shard.rank])) for one in retrievals], on_progress)
+        finally:
+            run.stop.set()
+            holders.close()  # which ends running calls, and with them whoever still receives
+            run.join()
+
+    if on_main_thread():
+        _uninterrupted(fetch, run.stop)
+    else:
+        fetch()
     failpoint("after_landing")
 
 
+def _uninterrupted(fetch: Callable[[], None], stop: Flag) -> None:
+    """In a thread: Ctrl-C in a thread pool, or in gRPC, would leave a lock locked. It ends the fetch here.
+
+    SAFETY: an exception is kept until nobody writes into the tensors any more, and further ones are as good as it. That
+    takes as long as it takes to close connections.
+    """
+    pending = Pending(fetch)
+    try:
+        begin_in_thread(pending.carry_out, "flashckpt-land")
+        pending.wait(None)
+    except BaseException:
+        while not pending.done:
+            with contextlib.suppress(BaseException):
+                stop.set()
+                pending.cancel()
+                pending.wait(None)
+        raise
+    pending.result()
+
+
 class _Run:
-    """The caller's thread keeps the books; workers fetch."""
+    """One thread keeps the books; workers fetch."""
 
     def __init__(self, ask: Ask, timeout: float) -> None:
-        self.stop = threading.Event()
+        self.stop = Flag()
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout
         self._lock = threading.Lock()  # protects the sum
@@ -188,6 +217,8 @@ class _Run:
         problems: list[ShardProblem] = []
         lacking: set[ShardId] = {landing.shard for _, landing in landings}
         while pending and not problems:
+            if self.stop.is_set():
+                raise ClosedError("nobody waits for it any more")
             if time.monotonic() > self._deadline:
                 raise DeadlineError(
                     f"expected parts of {len(landings)} shards from other nodes within {self._timeout:g} s, "

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "IS_NATIVE",
+    "checksum_ranges",
     "crc32c",
     "crc32c_combine",
     "gather_copy",
@@ -173,6 +174,12 @@ def verify_file(
 ) -> list[int]:
     """As `verify_chunks`, for a data area in a file. Chunks that the file ends before or within are bad."""
     result: list[int] = _backend.verify_file(fd, data_offset, data_length, chunk_bytes, chunk_crcs, threads)
+    return result
+
+
+def checksum_ranges(ranges: Buffer, threads: int) -> bytes:
+    """A little-endian uint32 CRC32C for each of `ranges`, int64 pairs (address, length) in this process's memory."""
+    result: bytes = _backend.checksum_ranges(ranges, threads)
     return result
 
 

@@ -194,6 +194,18 @@ def verify_file(
     return bad
 
 
+def checksum_ranges(ranges: Buffer, threads: int) -> bytes:
+    _check_threads(threads)
+    pairs = _items("ranges", ranges, "<i8,<i8", 16).tolist()
+    for i, (address, length) in enumerate(pairs):
+        if length < 0 or (address == 0 and length > 0):
+            raise ValueError(
+                f"range {i}: expected an address and a length from 0 on, found address {address}, length {length}"
+            )
+    crcs = [crc32c(ctypes.string_at(address, length)) if length else 0 for address, length in pairs]
+    return np.array(crcs, dtype="<u4").tobytes()
+
+
 def prefault(data: Buffer, threads: int) -> None:
     view = _bytes_of("data", data, writable=True)
     _check_threads(threads)

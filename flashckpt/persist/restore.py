@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import json
 import logging
-import queue
-import threading
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from flashckpt.errors import AmbiguousHistoryError, DeadlineError, FlashError, NotFoundError, UnusableError
 from flashckpt.load.agree import StepBackError, agree
@@ -21,6 +19,7 @@ from flashckpt.persist.foreign import open_for_manager
 from flashckpt.persist.source import Source
 from flashckpt.persist.storage import open_storage
 from flashckpt.types import Fence, Generation, age_order
+from flashckpt.workers import begin_in_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -263,22 +262,10 @@ def _nothing(
 
 def _within(timeout: float, what: str, call: Callable[[], T]) -> T:
     """A disk that hangs must not hang the job: the thread stays behind, the caller goes on."""
-    answers: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
-
-    def run() -> None:
-        try:
-            answers.put((call(), None))
-        except BaseException as error:
-            answers.put((None, error))
-
-    threading.Thread(target=run, name="flashckpt-disk", daemon=True).start()
-    try:
-        result, error = answers.get(timeout=timeout)
-    except queue.Empty:
-        raise DeadlineError(f"{what}: expected it to take at most {timeout:g} s, found that it hangs") from None
-    if error is not None:
-        raise error
-    return cast("T", result)
+    pending = begin_in_thread(call, "flashckpt-disk")
+    if not pending.wait(timeout):
+        raise DeadlineError(f"{what}: expected it to take at most {timeout:g} s, found that it hangs")
+    return pending.result()
 
 
 def _encode(inventory: DiskInventory) -> bytes:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
 import weakref
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -15,6 +13,7 @@ from flashckpt.errors import ConfigError, FencedError, FlashError, NotFoundError
 from flashckpt.placement import place
 from flashckpt.save.slots import lacking
 from flashckpt.types import Launch, Level, Session, age_order
+from flashckpt.workers import Pending, Worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from flashckpt.rpc.agent_client import AgentClient
     from flashckpt.rpc.api import Progress
     from flashckpt.save.handle import SaveHandle
+    from flashckpt.save.slots import SlotMemory
     from flashckpt.store.slots import Sealed, Slot, SlotStore
     from flashckpt.types import Fence, Generation, ShardId
 
@@ -48,13 +48,14 @@ class AgentSlots:
         self._credentials = credentials
         self._config = config
         self._begun: tuple[Launch, bytes] | None = None  # the launch that this lease's agent knows we are in
-        self._told: Future[None] | None = None  # the last thing that is being told in the background
+        self.memory: SlotMemory | None = None
+        self._told: Pending[None] | None = None  # the last thing that is being told in the background
         self._lock = threading.Lock()  # protects what follows: the link's thread brings news
         self._handles: weakref.WeakValueDictionary[Generation, SaveHandle] = weakref.WeakValueDictionary()
         self._saved: dict[int, Generation] = {}  # the last ones, by step
         self._early: dict[Generation, Progress] = {}  # news of a generation before anybody followed it
         # One thread, so that the agent hears of shards in the order in which they were sealed.
-        self._teller = ThreadPoolExecutor(1, thread_name_prefix="flashckpt-tell")
+        self._teller = Worker("flashckpt-tell", finishes=True)
         link.on_progress = self._take_news
 
     @property
@@ -92,6 +93,8 @@ class AgentSlots:
 
     def acquire(self, shard: ShardId, size_bytes: int) -> Slot:
         deadline = time.monotonic() + self._config.save_timeout
+        if self.memory is not None:
+            self.memory.keep_only(size_bytes)
         self.begin()
         # The agent takes a request for the next slot as a sign that the one before came to nothing, unless it was told.
         self._wait_until_told(deadline)
@@ -116,13 +119,15 @@ class AgentSlots:
         count = lacking(self._store, rank, self._config.slots + (self._session.persist is not None))
         if count == 0:
             return
+        if self.memory is not None:
+            self.memory.keep_only(size_bytes)
         self._link.call(
             lambda client, ticket, left: client.prepare(ticket, size_bytes, count, left),
             self._config.start_timeout,
             "preparing slots",
         )
         # The agent has made the memory, and it is charged for it; to map it takes as long as a copy, and is ours to do.
-        self._store.map_free(size_bytes)
+        self._store.map_free(size_bytes, None if self.memory is None else self.memory.pin)
 
     def follow(self, handle: SaveHandle) -> None:
         if handle.generation is None:
@@ -171,11 +176,13 @@ class AgentSlots:
             lambda client, ticket, _: client.put_fence(ticket, fence, base), self._config.save_timeout, "fencing"
         )
 
-    def close(self) -> None:
+    def close(self, timeout: float) -> None:
         if self._link.is_forked:
             return  # the threads and the connection are the parent's
-        self._teller.shutdown(wait=True)
-        self._link.close()
+        deadline = time.monotonic() + timeout
+        self._teller.wait_idle(timeout / 2)
+        self._teller.close()
+        self._link.close(max(0.0, deadline - time.monotonic()))
         with self._lock:
             handles = list(self._handles.values())
         for handle in handles:
@@ -199,8 +206,7 @@ class AgentSlots:
 
     def _wait_until_told(self, deadline: float) -> None:
         if self._told is not None:
-            with contextlib.suppress(TimeoutError):
-                self._told.result(max(0.0, deadline - time.monotonic()))
+            self._told.wait(max(0.0, deadline - time.monotonic()))
 
     def _take_news(self, progress: Progress) -> None:
         with self._lock:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from flashckpt.errors import ConfigError, DeadlineError
 from flashckpt.types import Generation, Level, Outcome
+from flashckpt.workers import Changed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,6 +29,13 @@ class SaveTimings:
         return self.plan + self.claim + self.copy + self.seal
 
 
+class Queued(Protocol):
+    """Copies that devices have yet to make, and that need not be waited for on the host."""
+
+    def pass_in_stream(self) -> None:
+        """Make this thread's current streams wait for the copies: what it queues from now on may change the tensors."""
+
+
 class SaveHandle:
     """One save. Levels only rise; the outcome is set once."""
 
@@ -45,11 +52,13 @@ class SaveHandle:
         self._highest = highest  # the level in memory that this launch can bring a generation to
         self._persists = persists  # whether there is a persistent tier
         self.ask_persist: Callable[[], None] | None = None  # asks for a flush, once somebody waits for it
+        self.before_pass: Callable[[], None] | None = None  # the gate calls it once, before it lets the first one pass
+        self.queued: Queued | None = None
         self._given_up = False  # the tensors may have changed while they were copied: it must not be sealed
         self._stopped = ""  # why it will never get further than it is
         self._level = Level.NONE
         self._outcome: Outcome | None = None
-        self._changed = threading.Condition()
+        self._changed = Changed()
 
     @property
     def level(self) -> Level:
@@ -81,18 +90,20 @@ class SaveHandle:
             )
         deadline = None if timeout is None else time.monotonic() + timeout
         if wanted is Level.PERSISTED and self._level < wanted:
-            with self._changed:  # an overlapped save can be asked for once it is sealed
-                self._changed.wait_for(lambda: self._outcome is not None, timeout)
+            # An overlapped save can be asked for once it is sealed.
+            self._changed.wait_for(lambda: self._outcome is not None, timeout)
             self.request_persist()
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        ended = self._changed.wait_for(
+            lambda: self._level >= wanted or bool(self._stopped) or self._outcome not in (None, Outcome.OK),
+            left,
+        )
         with self._changed:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            ended = self._changed.wait_for(
-                lambda: self._level >= wanted or bool(self._stopped) or self._outcome not in (None, Outcome.OK),
-                left,
-            )
             if ended and self._level < wanted and self._outcome in (None, Outcome.OK):
                 self.reason = self._stopped
                 return Outcome.FAILED
+        if ended:
+            self.before_pass = None  # who has waited may change tensors without the gate
         if not ended:
             raise DeadlineError(
                 f"step {self.step}: expected level {wanted.name.lower()} within {timeout} s, "
@@ -100,6 +111,20 @@ class SaveHandle:
                 step=self.step,
             )
         return self._outcome or Outcome.OK
+
+    def wait_until_copied(self, timeout: float) -> bool:
+        """Return True once tensors may be changed: STAGED, ended, or all copies are `queued`. False after `timeout`."""
+        return self._changed.wait_for(lambda: self.is_copied or self.queued is not None, timeout)
+
+    def queue(self, queued: Queued) -> None:
+        """No tensor is read any more but by copies that are queued on devices."""
+        with self._changed:
+            self.queued = queued
+            self._changed.notify_all()
+
+    @property
+    def is_copied(self) -> bool:
+        return self._level >= Level.STAGED or self._outcome is not None
 
     @property
     def persists(self) -> bool:
@@ -149,6 +174,16 @@ class SaveHandle:
                 return False
             self._given_up = True
             return True
+
+    @property
+    def is_given_up(self) -> bool:
+        return self._given_up
+
+    def let_pass(self) -> None:
+        """At the gate, once tensors may be changed, before they are. Does its work once."""
+        look, self.before_pass = self.before_pass, None
+        if look is not None and not self._given_up:
+            look()
 
     def stop(self, reason: str) -> None:
         """It will never get further. Where it is beyond that already, nothing changes."""

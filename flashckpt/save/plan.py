@@ -13,6 +13,7 @@ from flashckpt.format.dtypes import ITEMSIZE
 from flashckpt.format.layout import encode_layout, fingerprint
 from flashckpt.save.dedup import HeldRegion, share
 from flashckpt.state.regions import Region, TensorSpec, describe, local_parts, plain_local, signature
+from flashckpt.state.sole import SoleTensor
 from flashckpt.types import Box, Layout, TensorEntry
 
 if TYPE_CHECKING:
@@ -146,13 +147,14 @@ def _make_plan(flat: Flat, topology: Topology, dedup: bool, aliases: list[int]) 
         if 0 in spec.global_shape
     ]
     entries.sort(key=lambda entry: entry.offset_bytes)
+    undivided = [own or isinstance(flat.tensors[fqn], SoleTensor) for fqn, own in zip(fqns, per_rank, strict=True)]
     layout_bytes = encode_layout(Layout(tuple(entries)))
     return SavePlan(
         sources=tuple(sources),
         layout_bytes=layout_bytes,
         layout_fingerprint=fingerprint(layout_bytes),
         tensor_bytes=aligned(offset),
-        tag=_tag(fqns, specs, per_rank, aliases) if dedup and topology.shares_nodes else 0,
+        tag=_tag(fqns, specs, undivided, aliases) if dedup and topology.shares_nodes else 0,
         assumed_bytes=assumed_bytes,
         assumed=tuple(i for i in originals if is_assumed[i] and specs[i].regions),
     )
@@ -224,13 +226,13 @@ def _cut(region: Region, start: int, stop: int) -> tuple[Box, tuple[int, ...]]:
     )
 
 
-def _tag(fqns: list[str], specs: list[TensorSpec], per_rank: list[bool], aliases: list[int]) -> int:
+def _tag(fqns: list[str], specs: list[TensorSpec], undivided: list[bool], aliases: list[int]) -> int:
     """Names the set of tensors whose storage the ranks of a node divide among themselves, and their order.
 
     Ranks of one generation must show the same tag, else somebody relied on a tensor that nobody stored.
     """
     digest = hashlib.blake2b(digest_size=4)
-    for fqn, spec, own, alias in zip(fqns, specs, per_rank, aliases, strict=True):
+    for fqn, spec, own, alias in zip(fqns, specs, undivided, aliases, strict=True):
         if not own:
             digest.update(f"{fqn}\0{spec.dtype}\0{spec.global_shape}\0{fqns[alias]}\0{spec.holders is None}\0".encode())
     return int.from_bytes(digest.digest(), "little") or 1

@@ -9,6 +9,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from flashckpt.errors import FlashError
+from flashckpt.workers import Pending, begin_in_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,7 +23,7 @@ class Prewarm:
     """At most one at a time. Whoever is about to write into a slot waits for it: it does the same work."""
 
     def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
+        self._pending: Pending[None] | None = None
 
     def start(self, work: Callable[[], None]) -> None:
         """`work` runs in the background. That it fails is logged: the save that needs the memory says so again."""
@@ -37,15 +38,12 @@ class Prewarm:
                 log.warning("no memory was made ahead: %s", error)
 
         # A daemon: the end of the process does not wait for memory that nobody will write to.
-        self._thread = threading.Thread(target=run, name="flashckpt-prewarm", daemon=True)
-        self._thread.start()
+        self._pending = begin_in_thread(run, "flashckpt-prewarm")
 
     @property
     def is_running(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+        return self._pending is not None and not self._pending.done
 
     def wait(self, timeout: float) -> bool:
         """Whether it has ended, within `timeout` seconds."""
-        if self._thread is not None:
-            self._thread.join(timeout)
-        return not self.is_running
+        return self._pending is None or self._pending.wait(timeout)

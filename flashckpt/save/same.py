@@ -1,7 +1,8 @@
 """Compares assumed tensors between ranks: do they hold the same, as everybody takes for granted?
 
-All of them at the first save, which is collective anyway. Later a few at some of the saves, without a word between
-ranks: each rank packs checksums into its shard, and the lowest rank of the node reads those of the others afterwards.
+All of them at the first save, which is collective anyway. Later a few of those in host memory at some of the saves,
+without a word between ranks: each rank packs checksums into its shard, and the lowest rank of the node reads those of
+the others afterwards.
 """
 
 from __future__ import annotations
@@ -136,9 +137,13 @@ class Comparer:
         """Checksums of a few tensors, for the shard; () where this generation is none of those that are sampled."""
         if not self._samples or not plan.assumed or not is_sampled(generation.step):
             return ()
-        count = len(plan.assumed)
+        leaves = list(flat.tensors.values())
+        near = [index for index in plan.assumed if leaves[index].is_cpu]  # a device would hold the training thread
+        count = len(near)
+        if not count:
+            return ()
         first = _spread(generation.step) % count
-        picked = tuple(plan.assumed[(first + i) % count] for i in range(min(count, SAMPLE_TENSORS)))
+        picked = tuple(near[(first + i) % count] for i in range(min(count, SAMPLE_TENSORS)))
         try:
             sums = tuple(checksums(flat, picked, SAMPLE_WINDOW_BYTES, on_devices=False))
         except (FlashError, RuntimeError):

@@ -28,8 +28,21 @@ log = logging.getLogger(__name__)
 _POLL_SECONDS = 0.002
 
 
+class SlotMemory(Protocol):
+    """Whoever keeps views of mapped slots beyond a save: it has them registered with a device's driver."""
+
+    def pin(self, data: memoryview) -> None:
+        """Register a slot that was just mapped; it may stay mapped until `keep_only` or the end. Does not raise."""
+
+    def keep_only(self, size_bytes: int) -> None:
+        """Let all views of slots of another size go: slots of this size are about to take their place."""
+
+
 class Slots(Protocol):
     """What a writer needs. Every method has a deadline of its own."""
+
+    memory: SlotMemory | None
+    """Set by the writer, before any slot is made."""
 
     @property
     def launch(self) -> Launch:
@@ -70,7 +83,8 @@ class Slots(Protocol):
     def put_fence(self, fence: Fence, base: Generation | None) -> None:
         """Declares what lies above dead; `base` is the generation that was loaded."""
 
-    def close(self) -> None: ...
+    def close(self, timeout: float) -> None:
+        """What has not ended within `timeout` seconds ends by itself. May be called again."""
 
 
 class OwnSlots:
@@ -81,6 +95,7 @@ class OwnSlots:
         self._store = store
         self._config = config
         self._trimmed = False
+        self.memory: SlotMemory | None = None
 
     @property
     def launch(self) -> Launch:
@@ -102,6 +117,8 @@ class OwnSlots:
 
     def acquire(self, shard: ShardId, size_bytes: int) -> Slot:
         """Recycled from what may go; waits or refuses where nothing may go yet."""
+        if self.memory is not None:
+            self.memory.keep_only(size_bytes)
         deadline = time.monotonic() + self._config.save_timeout
         me = Owner.current()
         while True:
@@ -131,7 +148,11 @@ class OwnSlots:
             self._store.mark_void(generation)
 
     def prepare(self, size_bytes: int, rank: int) -> None:
-        self._store.prepare(size_bytes, lacking(self._store, rank, self._config.slots))
+        on_mapped = None
+        if self.memory is not None:
+            self.memory.keep_only(size_bytes)
+            on_mapped = self.memory.pin
+        self._store.prepare(size_bytes, lacking(self._store, rank, self._config.slots), on_mapped)
 
     def follow(self, handle: SaveHandle) -> None:
         """Sealed is as far as it gets."""
@@ -145,7 +166,7 @@ class OwnSlots:
     def put_fence(self, fence: Fence, base: Generation | None) -> None:
         self._store.write_fence(fence)
 
-    def close(self) -> None:
+    def close(self, timeout: float) -> None:
         pass
 
     def _release_left_behind(self, others: list[Sealed], free: set[Generation], shard: ShardId) -> None:

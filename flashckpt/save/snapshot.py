@@ -9,14 +9,16 @@ from flashckpt import native
 from flashckpt.collector import collector_paused
 from flashckpt.devices import Copier, DeviceCopy, event_of, has_accelerator, native_address
 from flashckpt.failpoints import failpoint
-from flashckpt.state.regions import local_parts, narrow, plain_local
+from flashckpt.save.checksums import view_of
+from flashckpt.state.regions import local_parts, plain_local
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import torch
 
-    from flashckpt.save.plan import SavePlan, Source
+    from flashckpt.save.deferred import Deferred
+    from flashckpt.save.plan import SavePlan
     from flashckpt.state.flatten import Flat
 
 
@@ -30,14 +32,21 @@ def snapshot(
     threads: int,
     copier: Copier,
     ready: Mapping[torch.device, torch.Event] | None = None,
+    deferred: Deferred | None = None,
 ) -> bytes:
     """Fills the data area and returns its chunk CRCs. Once this returns the tensors may be mutated.
 
     Contiguous host memory is copied and checksummed in one native pass; what torch has to copy (accelerators,
-    odd strides) is put in place first and only checksummed there. Gaps become zero.
+    odd strides) is put in place first and only checksummed there. Gaps become zero. Where an accelerator copies by
+    itself, host memory is copied meanwhile, and checksummed with the rest.
+
+    Tensors that `deferred` calls immediate are copied before all others, and it is told so; and again as soon as the
+    other copies are made, or queued on their devices.
     """
     pieces: list[int] = []
+    at_once: list[DeviceCopy] = []
     by_torch: list[DeviceCopy] = []
+    immediate = deferred.immediate if deferred is not None else frozenset()
     keep: list[torch.Tensor] = []  # SAFETY: the native pass reads addresses; these and `flat` must outlive it
     fqns: list[str] = list(flat.tensors)
     tensors: Sequence[Any] = list(flat.tensors.values())
@@ -45,15 +54,27 @@ def snapshot(
         for source in plan.sources:
             tensor = plain_local(tensors[source.tensor]) if source.whole else None
             if tensor is None:
-                tensor = _view(fqns[source.tensor], tensors[source.tensor], source)
+                tensor = view_of(fqns[source.tensor], tensors[source.tensor], source)
                 keep.append(tensor)
             address = native_address(fqns[source.tensor], tensor)
-            if address is None:
+            if source.tensor in immediate:
+                at_once.append(DeviceCopy(tensor, source.offset_bytes, source.length_bytes))
+                address = 0
+            elif address is None:
                 by_torch.append(DeviceCopy(tensor, source.offset_bytes, source.length_bytes))
                 address = 0
             pieces += (address, source.offset_bytes, source.length_bytes)
+    copier.copy(data, at_once, ready)
+    if deferred is not None:
+        deferred.took()
     failpoint("before_copy")
-    copier.copy(data, by_torch, ready)
+    with copier.queue(data, by_torch, ready) as queued:
+        if queued.has_devices:
+            _copy_host(data, pieces, chunk_bytes, threads)
+            if deferred is not None and queued.is_queued:
+                deferred.queue(queued.events)
+            failpoint("after_queue")
+        queued.finish()
     start = plan.tensor_bytes
     data[start : start + len(values)] = values
     pieces += (0, start, len(values))
@@ -63,18 +84,37 @@ def snapshot(
     return crcs
 
 
+def _copy_host(data: memoryview, pieces: list[int], chunk_bytes: int, threads: int) -> None:
+    """Copies what lies in host memory, each run of neighbours at once, and marks it as in place."""
+    at = 0
+    while at < len(pieces):
+        end = at
+        while end < len(pieces) and pieces[end]:
+            end += 3
+        if end == at:
+            at += 3
+            continue
+        first, last = pieces[at + 1], pieces[end - 2] + pieces[end - 1]
+        run = array("q", pieces[at:end])
+        for one in range(0, len(run), 3):
+            run[one + 1] -= first
+            pieces[at + one] = 0
+        with data[first:last] as part:
+            native.scatter_copy(part, run, chunk_bytes, threads)
+        at = end
+
+
 def when_ready(flat: Flat) -> dict[torch.device, torch.Event]:
     """For each accelerator that the state is on: an event behind what the caller has queued on it so far."""
+    return {device: event_of(device) for device in devices_of(flat)}
+
+
+def devices_of(flat: Flat) -> set[torch.device]:
+    """Returns the accelerators that the state is on."""
     devices: set[torch.device] = set()
     if not has_accelerator():
-        return {}
+        return devices
     for fqn, tensor in flat.tensors.items():
         local = plain_local(tensor)
         devices.update(part.device for part in ([local] if local is not None else local_parts(fqn, tensor)))
-    return {device: event_of(device) for device in devices if device.type != "cpu"}
-
-
-def _view(fqn: str, tensor: Any, source: Source) -> torch.Tensor:
-    """The bytes of one entry as a tensor: a view of the user's memory, any stride, any device."""
-    part = local_parts(fqn, tensor)[source.part]
-    return part if source.whole else narrow(part, source.local_offsets, source.sizes)
+    return {device for device in devices if device.type != "cpu"}

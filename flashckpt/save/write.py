@@ -9,21 +9,22 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flashckpt.devices import Copier
-from flashckpt.errors import BusyError, FencedError
+from flashckpt.errors import FencedError
 from flashckpt.failpoints import failpoint
 from flashckpt.format.shard import DEFAULT_CHUNK_BYTES, Geometry, encode_header, geometry, seal_bytes
 from flashckpt.save.handle import SaveTimings
 from flashckpt.save.retention import State, Verdict
 from flashckpt.save.slots import Slots, judge_store
-from flashckpt.save.snapshot import snapshot
+from flashckpt.save.snapshot import devices_of, snapshot
 from flashckpt.types import Launch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     import torch
 
     from flashckpt.config import CheckpointConfig
+    from flashckpt.save.deferred import Deferred
     from flashckpt.save.plan import SavePlan
     from flashckpt.state.flatten import Flat
     from flashckpt.store.slots import Sealed, SlotStore
@@ -51,12 +52,26 @@ class ShardWriter:
         self._job = job
         self._config = config
         self._threads = threads
-        self._copier = Copier()
+        self._copier = Copier(
+            bytes_per_second=config.device_copy_bytes_per_second,
+            threads=threads,
+            most_slots=config.slots + 2,  # one that is being flushed, and one that the agent gave up meanwhile
+        )
+        slots.memory = self._copier
         self._values_room = 0
 
     @property
     def launch(self) -> Launch:
         return self.slots.launch
+
+    @property
+    def device_copies(self) -> dict[str, str]:
+        """Device type → the way its tensors go into the slots (devices/copier.py)."""
+        return self._copier.ways
+
+    def expect(self, flat: Flat) -> None:
+        """Say what is going to be saved, so that slots made ahead are registered with its devices' drivers."""
+        self._copier.expect(devices_of(flat))
 
     def write(
         self,
@@ -64,12 +79,13 @@ class ShardWriter:
         plan: SavePlan,
         flat: Flat,
         values: bytes,
-        on_staged: Callable[[], bool] = lambda: True,
+        deferred: Deferred | None = None,
         ready: Mapping[torch.device, torch.Event] | None = None,
     ) -> Written:
-        """Raises NoSpaceError, BusyError or FencedError; whatever it raises, no earlier shard was touched.
+        """Raises NoSpaceError, BusyError, ChangedError, FencedError; whatever it raises, no earlier shard was touched.
 
-        `on_staged` says whether the copy still counts. `ready`: see Copier.copy.
+        `deferred` proves that the copy is the state at save(); None: the caller has a copy of his own. `ready`: see
+        Copier.copy.
         """
         began = time.perf_counter()
         self._refuse_if_fenced()
@@ -87,13 +103,11 @@ class ShardWriter:
                 threads=self._threads,
                 copier=self._copier,
                 ready=ready,
+                deferred=deferred,
             )
+            if deferred is not None:
+                deferred.stage(data)
             data.release()
-            if not on_staged():
-                raise BusyError(
-                    f"{shard}: not copied within save_timeout ({self._config.save_timeout:g} s), training went on",
-                    hint="a loaded host copies slowly: overlap=False, fewer saves, or more cores",
-                )
             copied = time.perf_counter()
             header = encode_header(
                 job=self._job,

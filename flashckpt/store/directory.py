@@ -68,6 +68,8 @@ class _Held:
 class Directory:
     """The held descriptors of one job's memory directory, and the only way to its files."""
 
+    _closed = True  # until it is made
+
     def __init__(self, base: _Held, job: _Held, states: dict[State, _Held], mount: Mount, job_name: str) -> None:
         self.path = job.path
         self.job = job_name
@@ -90,6 +92,9 @@ class Directory:
             self._closed = True
             for held in (*self._opened_later, *self._states.values(), self._job, self._base):
                 os.close(held.fd)
+
+    def __del__(self) -> None:
+        self.close()  # where an exception ended whoever was to close it
 
     def check_still_ours(self) -> None:
         """Raises where the directory was deleted, replaced, unmounted or opened up to others meanwhile.

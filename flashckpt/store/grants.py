@@ -70,6 +70,7 @@ class Grants:
             theirs = slot_name(taken.slot_id, to)
             if ours != theirs and not self._directory.move(State.WRITING, ours, State.WRITING, theirs):
                 raise self._supply.vanished(taken.slot_id)
+            self._supply.taken.discard(taken.slot_id)
         except BaseException as error:
             self._supply.put_back(taken)
             if isinstance(error, OSError):

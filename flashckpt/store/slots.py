@@ -52,7 +52,7 @@ from flashckpt.store.room import RoomReader, check_room, format_bytes, no_space
 from flashckpt.store.supply import Supply, Taken
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
     from types import TracebackType
 
@@ -133,8 +133,7 @@ class SlotStore(JobFiles):
             return
         try:
             if self._is_our_process():
-                for slot in list(self._writing.values()):
-                    self.abandon(slot)
+                self.take_back()
                 if remove_pool:
                     self._supply.remove_free(own=True)
         except FlashError as error:
@@ -211,22 +210,27 @@ class SlotStore(JobFiles):
         self._writing[taken.slot_id] = slot
         return slot
 
-    def prepare(self, size_bytes: int, count: int) -> None:
-        """Does the slow part of `count` claims ahead: as many own slots of that size lie ready afterwards."""
+    def prepare(self, size_bytes: int, count: int, on_mapped: Callable[[memoryview], None] | None = None) -> None:
+        """Does the slow part of `count` claims ahead: as many own slots of that size lie ready afterwards. `on_mapped`
+        is called with each, and may keep a view of it."""
         slots: list[Slot] = []
         try:
-            slots.extend(self.claim(size_bytes) for _ in range(count))
+            for _ in range(count):
+                slots.append(self.claim(size_bytes))
+                if on_mapped is not None:
+                    on_mapped(slots[-1].view)
         finally:
             for slot in slots:
                 self.abandon(slot)
 
-    def map_free(self, size_bytes: int) -> int:
+    def map_free(self, size_bytes: int, on_mapped: Callable[[memoryview], None] | None = None) -> int:
         """Trainers: maps and faults the free slots of that size that lie ready for this process. Returns how many.
 
-        They stay where they are. Once an agent grants one, attach() finds it mapped.
+        They stay where they are. Once an agent grants one, attach() finds it mapped. `on_mapped` is called with each
+        that lies ready, and may keep a view of it.
         """
         self._check_usable()
-        return self._supply.map_free(size_bytes)
+        return self._supply.map_free(size_bytes, on_mapped)
 
     def seal(self, slot: Slot | SlotFile, shard: ShardId, tag: int = 0) -> Sealed:
         """Makes the slot a shard. ConflictError, and the slot stays as it was, where the shard exists.
@@ -250,6 +254,7 @@ class SlotStore(JobFiles):
             except ConflictError:
                 self._directory.move(State.SEALED, sealed.name, State.WRITING, writing_name)
                 raise
+        self._supply.taken.discard(slot.slot_id)
         failpoint("after_rename_sealed")
         return sealed
 
@@ -275,7 +280,9 @@ class SlotStore(JobFiles):
         # By way of writing/, under our name: nobody can take it out of the pool while it still has a valid
         # preamble, and if we die here it is found as any other slot of a dead writer.
         writing_name = slot_name(sealed.slot_id, self._owner)
+        self._supply.taken.add(sealed.slot_id)
         if not self._directory.move(State.SEALED, sealed.name, State.WRITING, writing_name):
+            self._supply.taken.discard(sealed.slot_id)
             return False
         try:
             failpoint("mid_release")
@@ -287,6 +294,7 @@ class SlotStore(JobFiles):
             # grant() and attach() erase once more.
             pool_name = slot_name(sealed.slot_id, sealed.writer)
             self._directory.move(State.WRITING, writing_name, State.POOL, pool_name)
+            self._supply.taken.discard(sealed.slot_id)
         failpoint("after_release")
         return True
 
@@ -306,6 +314,16 @@ class SlotStore(JobFiles):
                 kept.append((found.st_ctime_ns, name))
         for _, name in sorted(kept)[:-_QUARANTINED_FILES]:
             self._directory.remove(State.QUARANTINE, name)
+
+    def take_back(self) -> int:
+        """Frees what an exception left half done: slots that were claimed, attached or on their way elsewhere. Only
+        while no thread of this process claims, writes or releases here. Returns how many."""
+        self._check_usable()
+        freed = 0
+        for slot in list(self._writing.values()):
+            self.abandon(slot)
+            freed += 1
+        return freed + self._supply.take_back()
 
     def reclaim(self) -> Reclaimed:
         """Takes back what dead writers were filling, and drops what another boot left."""
@@ -378,6 +396,7 @@ class SlotStore(JobFiles):
                 slot_id=slot_id,
             )
         self._supply.forget_unlinked()
+        self._supply.taken.add(slot_id)
         try:
             mapping = self._supply.attach(slot_id, size_bytes)
             failpoint("after_attach")

@@ -83,6 +83,9 @@ class Supply:
         self._threads = threads
         self._on_foreign_name = on_foreign_name
         self._mappings: dict[int, Mapping] = {}
+        # Slots that may lie in writing/ by our doing: said before each rename into it, and taken back after each out of
+        # it, so that what an exception leaves there is found.
+        self.taken: set[int] = set()
         self._windows = Windows()
 
     def take(self, size_bytes: int, *, unmapped: bool = False) -> Taken:
@@ -106,9 +109,11 @@ class Supply:
             if not raced:
                 break
         taken = Taken(secrets.randbits(64), None)
+        self.taken.add(taken.slot_id)
         try:
             os.close(self._directory.create_file(State.WRITING, self._name(taken.slot_id)))
         except OSError as error:
+            self.taken.discard(taken.slot_id)
             self.raise_if_full(error, size_bytes)
             raise
         self._pass_failpoint("after_create", taken)
@@ -177,12 +182,19 @@ class Supply:
             raise
         return self._ready(fd, slot_id, size_bytes, mapping)
 
-    def map_free(self, size_bytes: int) -> int:
-        """Maps our free slots of that size that are not mapped yet; nobody resizes them while we live."""
+    def map_free(self, size_bytes: int, on_mapped: Callable[[memoryview], None] | None = None) -> int:
+        """Maps our free slots of that size that are not mapped yet; nobody resizes them while we live. `on_mapped` is
+        called with each, the mapped ones included, and may keep a view."""
         free, _ = self.free_slots(self._owner.__eq__)
         mapped = 0
         for one in free:
-            if one.slot_id in self._mappings or one.size_bytes != size_bytes or one.has_holes:
+            if one.size_bytes != size_bytes or one.has_holes:
+                continue
+            known = self._mappings.get(one.slot_id)
+            if known is not None:
+                if on_mapped is not None:
+                    with known.view() as view:
+                        on_mapped(view)
                 continue
             try:
                 fd = self._directory.open_file(State.POOL, one.name, write=True)
@@ -200,6 +212,8 @@ class Supply:
             self._mappings[one.slot_id] = mapping
             with mapping.view() as view:
                 native.prefault(view, self._threads)
+                if on_mapped is not None:
+                    on_mapped(view)
             mapped += 1
         return mapped
 
@@ -225,12 +239,23 @@ class Supply:
         if taken.last_writer is None:
             self.drop_mapping(taken.slot_id)
             self._directory.remove(State.WRITING, name)
+            self.taken.discard(taken.slot_id)
             return
         # What we have not mapped we can't write any more: others may go on claiming it as the dead writer's.
         ours = taken.slot_id in self._mappings
         writer = self._owner if ours else taken.last_writer
         if not self._directory.move(State.WRITING, name, State.POOL, slot_name(taken.slot_id, writer)):
             self.drop_mapping(taken.slot_id)
+        self.taken.discard(taken.slot_id)
+
+    def take_back(self) -> int:
+        """Frees what exceptions left in writing/. Only where no thread has anything there. Returns how many."""
+        freed = 0
+        for slot_id in list(self.taken):
+            name = self._name(slot_id)
+            freed += self._directory.move(State.WRITING, name, State.POOL, name)
+            self.taken.discard(slot_id)
+        return freed
 
     def erase_preamble(self, slot_id: int) -> None:
         """Makes a taken slot's file no shard any more."""
@@ -377,7 +402,9 @@ class Supply:
 
     def _take_from_pool(self, candidate: Free, *, keep_mapping: bool) -> _Outcome:
         writing_name = self._name(candidate.slot_id)
+        self.taken.add(candidate.slot_id)
         if not self._directory.move(State.POOL, candidate.name, State.WRITING, writing_name):
+            self.taken.discard(candidate.slot_id)
             return _Outcome.GONE
         mapping = self._mappings.get(candidate.slot_id)
         if mapping is None or keep_mapping:
@@ -387,6 +414,7 @@ class Supply:
             return _Outcome.TAKEN
         # Somebody still holds a buffer over it. Cut short, that buffer would be a SIGBUS.
         self._directory.move(State.WRITING, writing_name, State.POOL, candidate.name)
+        self.taken.discard(candidate.slot_id)
         return _Outcome.IN_USE
 
     def _resize(self, fd: int, found: os.stat_result, size_bytes: int, slot_id: int, *, spare: Owner | None) -> None:
@@ -413,6 +441,7 @@ class Supply:
         for candidate in sorted(candidates, key=preference):
             if candidate.size_bytes and self._take_from_pool(candidate, keep_mapping=False) is _Outcome.TAKEN:
                 self._directory.remove(State.WRITING, self._name(candidate.slot_id))
+                self.taken.discard(candidate.slot_id)
                 self._windows.forget_unlinked()
                 return True
         return False

@@ -7,17 +7,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.distributed.checkpoint.stateful import Stateful
 
 from flashckpt.errors import ConfigError
 from flashckpt.state.flatten import PerRank, Whole
-from flashckpt.training.model import ModelState, model_parts
-from flashckpt.training.optimizer import OptimizerState, own
+from flashckpt.training.model import ModelState, address_of, model_parts
+from flashckpt.training.optimizer import STATE, OptimizerState, own
 from flashckpt.training.rng import capture_rng
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Iterator
+
+    import torch
 
 log = logging.getLogger(__name__)
 
@@ -91,24 +92,42 @@ class TrainingState:
         }
         return (*(name for name, there in present.items() if there), *self.states)
 
-    def capture(self, *, overlap: bool, only: Collection[str] | None = None) -> dict[str, Any]:
-        """The state as it is now. With `overlap`, only what `optimizer.step()` alone changes is left uncopied."""
+    def capture(self, only: Collection[str] | None = None) -> dict[str, Any]:
+        """The state as it is now, for a save."""
         wanted = [part for part in self.parts if only is None or part in only]
-        return {part: self._capture(part, overlap) for part in wanted}
+        return {part: self._capture(part) for part in wanted}
 
-    def _capture(self, part: str, overlap: bool) -> Any:
+    def changes_only_in_step(self) -> Callable[[str, torch.Tensor], bool]:
+        """Tells of a captured tensor whether an optimizer owns it: its parameters, and its state of them.
+
+        Everything else may change at any time: buffers in a forward pass, a learning rate by its scheduler, a teacher,
+        a part of the model whose optimizer is not known.
+        """
+        owned = {address_of(parameter) for parameter in self._owned_parameters()} - {0}
+        moments = f"{OPTIMIZER}.{STATE}."
+
+        def defers(key: str, tensor: torch.Tensor) -> bool:
+            return key.startswith(moments) or (key.startswith(f"{MODEL}.") and address_of(tensor) in owned)
+
+        return defers
+
+    def _owned_parameters(self) -> Iterator[torch.Tensor]:
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                yield from group["params"]
+
+    def _capture(self, part: str) -> Any:
         if part == MODEL and self.model is not None:
-            return self.model.capture(overlap)
+            return self.model.capture()
         if part == OPTIMIZER and self.optimizer is not None:
-            return self.optimizer.capture(overlap)
+            return self.optimizer.capture()
         if part == SCHEDULER:
             return {str(number): Whole(one.state_dict()) for number, one in enumerate(self.schedulers)}
         if part == DATALOADER:
             return PerRank(Whole(self.dataloader.state_dict()))
         if part == RNG:
             return PerRank(Whole(capture_rng()))
-        value = self.states[part]
-        return _copied(value) if overlap else value
+        return self.states[part]
 
     def template(self, parts: Collection[str]) -> Template:
         """What a load fills, asked for lazily: a load that finds nothing must leave no trace."""
@@ -142,12 +161,17 @@ def _schedulers(lr_scheduler: Any) -> tuple[Any, ...]:
 
 
 def _capable(dataloader: Any) -> Any:
-    if dataloader is None or isinstance(dataloader, Stateful):
+    # accelerate's loaders have the methods, and pass them on to the loader inside, which most often has none.
+    inside = getattr(dataloader, "base_dataloader", dataloader)
+    if dataloader is None or (isinstance(dataloader, Stateful) and isinstance(inside, Stateful)):
         return dataloader
+    advice = "torchdata's StatefulDataLoader has one"
+    if inside is not dataloader:
+        advice += "; accelerate uses it with DataLoaderConfiguration(use_stateful_dataloader=True)"
     log.warning(
-        "dataloader: a %s has no state_dict(): its position is not saved, and a resumed run starts it anew. "
-        "torchdata's StatefulDataLoader has one",
+        "dataloader: a %s has no state_dict(): its position is not saved, and a resumed run starts it anew. %s",
         type(dataloader).__name__,
+        advice,
     )
     return None
 
@@ -165,18 +189,3 @@ def _checked_states(states: Mapping[str, Any]) -> dict[str, Any]:
                 f"found a {type(inner).__name__}"
             )
     return dict(states)
-
-
-def _copied(value: Any) -> Any:
-    """With its tensors copied, since nobody knows when the owner changes them."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if isinstance(value, PerRank):
-        return PerRank(_copied(value.value))
-    if isinstance(value, Mapping):
-        return {key: _copied(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_copied, value))
-    if isinstance(value, Stateful) and not isinstance(value, type):
-        return _copied(value.state_dict())
-    return value

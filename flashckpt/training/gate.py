@@ -1,14 +1,18 @@
-"""The gate at `optimizer.step()`: it holds the step while an overlapped save still copies what the step will change."""
+"""The gate at `optimizer.step()`: it holds every step while an overlapped save still copies what a step will change."""
 
 from __future__ import annotations
 
+import functools
 import logging
+import threading
 from typing import TYPE_CHECKING, Any
+
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from flashckpt.save.overlap import wait_until_staged
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     import torch
     from torch.utils.hooks import RemovableHandle
@@ -17,37 +21,84 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
 
 class OptimizerGate:
-    """Hooks into every optimizer; with no copy under way a step costs one comparison."""
+    """Hooks into every torch optimizer of the process, also those made later and inside wrappers.
+
+    It is closed from the moment a copy begins until it is staged, or given up, for all callers and threads. With no
+    copy under way a step costs one comparison.
+    """
 
     def __init__(self, timeout: float, on_held: Callable[[SaveHandle, float], None]) -> None:
         self._timeout = timeout
         self._on_held = on_held
         self._copying: SaveHandle | None = None
-        self._hooks: list[RemovableHandle] = []
+        # One caller waits and looks for changes; the others pass after it. Reentrant: a signal handler may wait too.
+        self._lock = threading.RLock()
+        self._hook: RemovableHandle | None = None
 
-    def install(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        self._hooks += [optimizer.register_step_pre_hook(self._before_step) for optimizer in optimizers]
+    def install(self) -> None:
+        self._hook = register_optimizer_step_pre_hook(self._before_step)
 
     def close_behind(self, handle: SaveHandle) -> None:
         """From now on steps wait until `handle` is STAGED."""
         self._copying = handle
 
+    @property
+    def is_open(self) -> bool:
+        return self._copying is None
+
     def wait(self) -> float:
-        """Returns once tensors may be changed, and for how many seconds it held the caller."""
-        handle, self._copying = self._copying, None
-        if handle is None:
+        """Returns once tensors may be changed, and for how many seconds it held the caller.
+
+        Where it is interrupted (Ctrl-C), the gate stays closed for the next caller.
+        """
+        if self.is_open:
             return 0.0
-        held = wait_until_staged(handle, self._timeout)
+        with self._lock:
+            handle = self._copying
+            if handle is None:
+                return 0.0
+            held = wait_until_staged(handle, self._timeout)
+            if handle.is_copied or handle.is_given_up:  # else other threads have streams that must wait too
+                self._copying = None
         if held:
             self._on_held(handle, held)
         return held
 
     def remove(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
 
-    def _before_step(self, *_: Any) -> None:
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> _Arguments | None:
+        if self.is_open:
+            return None
+        if _calls_closure_first(optimizer):
+            if len(args) > 1 and callable(args[1]):  # args[0] is the optimizer
+                return (args[0], self._behind(args[1]), *args[2:]), kwargs
+            if callable(kwargs.get("closure")):
+                return args, {**kwargs, "closure": self._behind(kwargs["closure"])}
         self.wait()
+        return None
+
+    def _behind(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure runs forward and backward, beside the copy; what comes after it changes parameters."""
+
+        @functools.wraps(closure)
+        def gated() -> Any:
+            loss = closure()
+            self.wait()
+            return loss
+
+        return gated
+
+
+def _calls_closure_first(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether step(closure) is known to change nothing before it has called the closure: torch's own are."""
+    module = getattr(type(optimizer).step, "__module__", None) or ""
+    return module.startswith("torch.optim.")

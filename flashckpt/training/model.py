@@ -26,17 +26,9 @@ class ModelState:
         self.tied: dict[str, frozenset[str]] = {}  # in it: names of one and the same tensor
         self._names: dict[int, dict[str, str]] = {}  # of each part: state_dict()'s names → the parameters' own
 
-    def capture(self, overlap: bool) -> dict[str, Any]:
-        """For a save. With `overlap` buffers are copied here: a forward pass changes them (running means)."""
-        state = self._collect(quick=True)
-        if not overlap:
-            return state
-        # Address 0: nothing to copy here, or a wrapper without one address, which is copied to be safe.
-        steady = {_address(parameter) for part in self.parts for parameter in part.parameters()} - {0}
-        return {
-            fqn: value.detach().clone() if isinstance(value, torch.Tensor) and _address(value) not in steady else value
-            for fqn, value in state.items()
-        }
+    def capture(self) -> dict[str, Any]:
+        """For a save."""
+        return self._collect(quick=True)
 
     def state_dict(self) -> dict[str, Any]:
         """For a load: the live tensors under the names that the checkpoint has for them."""
@@ -95,11 +87,12 @@ def _ties(state: dict[str, Any]) -> dict[str, frozenset[str]]:
     """Names that share their memory as a whole, as tied weights do."""
     same: dict[tuple[int, torch.Size, torch.dtype], list[str]] = {}
     for name, value in state.items():
-        if isinstance(value, torch.Tensor) and (address := _address(value)):
+        if isinstance(value, torch.Tensor) and (address := address_of(value)):
             same.setdefault((address, value.shape, value.dtype), []).append(name)
     return {name: frozenset(names) for names in same.values() if len(names) > 1 for name in names}
 
 
-def _address(tensor: torch.Tensor) -> int:
+def address_of(tensor: torch.Tensor) -> int:
+    """Where the local tensor's memory begins; 0 for a wrapper that has no single one, or no memory at all."""
     local = plain_local(tensor)
     return 0 if local is None else local.data_ptr()

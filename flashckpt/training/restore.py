@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 OURS = "flashckpt"  # key of a manager's own entry in `extra`
-_STATE = f"{OPTIMIZER}.state."
 
 
 def wrap_extra(
@@ -89,7 +88,7 @@ def _some(names: Collection[str]) -> str:
 def screen(
     found: Found, wish: Wish, model: ModelState | None, optimizer: OptimizerState | None
 ) -> Callable[[str], bool]:
-    """Guards, then says which keys to load. Also tells the optimizer which parameters have state."""
+    """Guards, then says which keys to load. Tells the optimizer what it gets, so that it can make room for it."""
     _, ours = unwrap_extra(found.extra)
     guard(found.step, ours.get("compat", {}), wish.expect, wish.on_mismatch)
     saved = set(ours.get("parts", ())) or {key.partition(".")[0] for key in found.keys}
@@ -100,17 +99,15 @@ def screen(
     if left:
         log.info("step %d: left as they are: %s", found.step, ", ".join(left))
     chosen = frozenset(parts)
-    spare = _tied_to_others(found.keys, model)
-    if optimizer is None or OPTIMIZER not in chosen:
-        return lambda key: key.partition(".")[0] in chosen and key not in spare
-    optimizer.saved_parameters = _ancestors(key[len(_STATE) :] for key in found.keys if key.startswith(_STATE))
-    without_state = optimizer.unfilled()
+    ignored: frozenset[str] = frozenset()
+    if optimizer is not None:
+        ignored = optimizer.lay_out(found if OPTIMIZER in chosen else None)
+    spare: list[frozenset[str]] = []
 
     def keep(key: str) -> bool:
-        if key.partition(".")[0] not in chosen or key in spare:
-            return False
-        # A parameter that never got a gradient has no state in the checkpoint, but room was made for one here.
-        return not (without_state and key.startswith(_STATE) and _ancestors([key[len(_STATE) :]]) & without_state)
+        if not spare:  # not before: the model says what is tied when it is asked for its state dict
+            spare.append(_tied_to_others(found.keys, model))
+        return key.partition(".")[0] in chosen and key not in spare[0] and key not in ignored
 
     return keep
 
@@ -123,13 +120,3 @@ def _tied_to_others(keys: Collection[str], model: ModelState | None) -> frozense
         for name, names in tied.items()
         if f"{MODEL}.{name}" not in keys and any(f"{MODEL}.{other}" in keys for other in names)
     )
-
-
-def _ancestors(keys: Iterable[str]) -> set[str]:
-    found = set()
-    for key in keys:
-        head = key.rpartition(".")[0]
-        while head and head not in found:
-            found.add(head)
-            head = head.rpartition(".")[0]
-    return found

@@ -82,7 +82,8 @@ class LightRank:
         self.store = SlotStore.open(memory_dir, job)
         options = None if agent is None else process.Options(**agent)
         start = None if options is None else lambda left: ensure_agent(options, left)
-        self.link = AgentLink(self.store.socket_path(SOCKET_NAME), job, rank, start, 20.0)
+        self.link = AgentLink(self.store.socket_path(SOCKET_NAME), job, rank, start)
+        self.link.open(20.0)
         return {"agent": self.link.lease.agent_pid, "epoch": self.store.highest_epoch()}
 
     def do_listen(self, bundle, host):

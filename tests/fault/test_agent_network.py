@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 
@@ -57,6 +56,7 @@ def test_a_link_that_is_down_for_a_moment_costs_nothing_but_the_moment():
         world.check()
 
 
+@pytest.mark.alone
 def test_a_node_that_is_cut_off_is_named_and_comes_back():
     with World(3, kind="netns", peer_timeout=1.0) as world:
         launch = world.launch()
@@ -95,19 +95,19 @@ def test_one_way_links_commit_nothing_that_is_not_there():
         world.check()
 
 
+@pytest.mark.alone
 def test_the_limit_of_replication_is_kept_on_a_slow_link():
     size, limit = 12 * MIB, 64.0
     with World(2, kind="netns", size_bytes=size, rate_mbit=200.0, replicate_max_mbps=limit) as world:
         launch = world.launch()
-        before = sent_bytes(world, 0)
-        began = time.monotonic()
-        launch.save(1, timeout=20.0)
-        seconds = time.monotonic() - began
-        mbps = 8 * size / 1e6 / seconds
-        assert mbps < 1.3 * limit
-        if os.getloadavg()[0] < (os.cpu_count() or 1):  # a loaded machine is slower than the limit, never quicker
-            assert mbps > 0.7 * limit
-        assert sent_bytes(world, 0) - before < 1.2 * size
+        reached = []
+        # A busy machine is slower than the limit at times, never quicker.
+        while max(reached, default=0.0) < 0.7 * limit and len(reached) < 5:
+            before, began = sent_bytes(world, 0), time.monotonic()
+            launch.save(len(reached) + 1, timeout=20.0)
+            reached.append(8 * size / 1e6 / (time.monotonic() - began))
+            assert sent_bytes(world, 0) - before < 1.2 * size
+        assert 0.7 * limit <= max(reached) < 1.3 * limit
         world.check()
 
 

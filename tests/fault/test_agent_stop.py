@@ -6,10 +6,13 @@ import contextlib
 import signal
 import time
 
+import pytest
+
 from flashckpt.testing import Proxy
 from tests.fault.agents import MIB, World, wait_until
 
 
+@pytest.mark.alone
 def test_a_stopped_agent_is_named_and_goes_on_where_it_was():
     with World(3, peer_timeout=1.0) as world:
         launch = world.launch()

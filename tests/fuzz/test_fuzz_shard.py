@@ -34,6 +34,7 @@ def test_the_fuzzer_notices_a_reader_that_accepts_too_much(monkeypatch):
         fuzzer.fuzz(5000, seed=1)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("piece", [b"\x0a\x00", b"\x0a\x02\x12\x00", b"\x0a\x04\x12\x02\x10\x00"])
 def test_many_tiny_entries_do_not_expand(piece, tmp_path):
     """8 MiB of entries of a few bytes, which would be gigabytes of objects."""

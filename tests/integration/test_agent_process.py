@@ -576,6 +576,7 @@ def test_neither_the_working_directory_nor_the_environment_decides_what_is_impor
     assert not marker.exists()
 
 
+@pytest.mark.alone
 def test_it_is_small_quick_isolated_and_without_secrets(agents, capsys):
     environ = {"FLASHCKPT_TOKEN": "hush-1", "AWS_SECRET_ACCESS_KEY": "hush-2", "http_proxy": "http://hush-3"}
     body = """

@@ -403,6 +403,7 @@ def test_a_connection_survives_a_cut_that_is_healed_in_time(kind):
         wait_until(lambda: "hello" in server.output)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("kind", [NETNS])
 def test_rate(kind):
     serve = "import socket, time; s = socket.create_server(('', 0)); print(s.getsockname()[1], flush=True)\n"
@@ -855,6 +856,7 @@ def test_a_proxy_stalls_without_closing(proxy):
         assert receive(one, 4) == b"held"
 
 
+@pytest.mark.alone
 def test_a_proxy_delays_and_keeps_the_rate(proxy):
     with dial(proxy) as one:
         exchange(one, b"warm")

@@ -305,3 +305,23 @@ def sending(data: bytes) -> Iterator[int]:
     finally:
         here.close()
         there.close()
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.tuples(st.integers(0, 2000), st.integers(-1, 70_000)), max_size=6), st.integers(0, 3), st.data())
+def test_checksums_of_ranges(name: str, spans: list[tuple[int, int]], threads: int, drawn: st.DataObject) -> None:
+    data = noise(72_000, len(spans))
+    nowhere = drawn.draw(st.booleans())
+    ranges = np.array([(0 if nowhere else data.ctypes.data + start, length) for start, length in spans], dtype=np.int64)
+    with kernel(name):
+        found = outcome(lambda: _core.checksum_ranges(ranges, threads))
+    expected = outcome(lambda: twin.checksum_ranges(ranges, threads))
+    if isinstance(expected, bytes):
+        assert found == expected
+        spans = [(start, 0) if length < 0 else (start, length) for start, length in spans]
+        crcs = [google_crc32c.value(data[start : start + length].tobytes()) for start, length in spans]
+        assert np.frombuffer(found, dtype=np.uint32).tolist() == crcs
+    else:
+        assert isinstance(found, tuple)
+        assert found[0] is expected[0]

@@ -187,6 +187,7 @@ def test_bool_is_no_int():
     assert type(next(iter(back[5]))) is int
 
 
+@pytest.mark.alone
 def test_sixty_thousand_scalars_are_quick():
     """Processor time, because the machine may be busy; ten times what it takes."""
     values = {f"optimizer.state.{i}.step": (float(i), i, f"x{i}")[i % 3] for i in range(60_000)}

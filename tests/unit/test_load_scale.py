@@ -28,6 +28,7 @@ def test_a_blank_node_among_many_gets_its_shards_from_its_buddy():
     assert {source for one in retrievals for portion in one.portions for source in portion.sources} == {"node-1"}
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(120)
 def test_ten_times_the_ranks_cost_about_ten_times_as_much():
     """CPU time, best of several, so that other processes matter little; the limit leaves room for the rest."""

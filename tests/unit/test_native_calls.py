@@ -261,6 +261,7 @@ def test_another_thread_runs_meanwhile(memory_file: int) -> None:
             memory_file, 0, len(data), 1 << 18, crcs, triples((0, at, len(data))), 1
         ),
         "verify_chunks": lambda: native.verify_chunks(data, 1 << 18, crcs, 1),
+        "checksum_ranges": lambda: native.checksum_ranges(np.array([data.ctypes.data, len(data)], dtype=np.int64), 1),
         "verify_file": lambda: native.verify_file(memory_file, 0, len(data), 1 << 18, crcs, 1),
         "prefault": lambda: native.prefault(target, 1),
         "crc32c": lambda: native.crc32c(data),

@@ -10,6 +10,7 @@ import torch
 
 from flashckpt import CheckpointConfig, Checkpointer, Level, failpoints
 from flashckpt.errors import ConflictError, DeadlineError, UnsupportedValueError
+from flashckpt.save.deferred import RECHECKED_SAVES
 from flashckpt.save.handle import SaveHandle
 from flashckpt.save.overlap import Overlap, wait_until_staged
 from flashckpt.types import Generation
@@ -138,15 +139,151 @@ def test_what_the_state_dict_is_to_blame_for_is_raised_at_once(make):
 
 
 def test_a_tensor_without_bytes_found_by_the_thread_is_raised_by_the_next_call(make):
-    checkpointer = make()
+    checkpointer = make(verify=True)
     freed = torch.ones(100)
     state = {"w": freed}
-    checkpointer.save(1, state)
+    for step in range(RECHECKED_SAVES):
+        assert checkpointer.save(step, state, overlap=True).wait("sealed", timeout=60) == "ok"
     freed.untyped_storage().resize_(0)
     handle = checkpointer.save(2, state, overlap=True)
     with pytest.raises(UnsupportedValueError, match="without storage"):
         checkpointer.save(3, state, overlap=True)
     assert handle.outcome == "failed"
+
+
+def test_a_tensor_without_bytes_found_by_the_recheck_is_raised_at_once(make):
+    checkpointer = make()
+    freed = torch.ones(100)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(UnsupportedValueError, match="without storage"):
+        checkpointer.save(1, {"w": freed}, overlap=True)
+    assert checkpointer.save(2, {"w": torch.ones(1)}, overlap=True).wait("sealed", timeout=60) == "ok"
+
+
+# --- tensors that change while their copy is deferred ------------------------------------------------------
+
+
+def test_a_change_that_the_version_counter_shows_is_refused_and_then_right(make, monkeypatch, caplog):
+    arm(monkeypatch, "before_copy=sleep(0.2)")
+    checkpointer = make()
+    steady, weight = torch.ones(1000), torch.ones(1000)
+    state = {"steady": steady, "w": weight}
+    handle = checkpointer.save(1, state, overlap=True)
+    weight.mul_(2)
+    assert handle.wait("sealed", timeout=60) == "failed"
+    assert "step 1: w changed between save() and the end of the copy" in handle.reason
+    assert checkpointer.load({"steady": torch.zeros(1000), "w": torch.zeros(1000)}) is None
+    handle = checkpointer.save(2, state, overlap=True)
+    weight.mul_(2)  # it was copied before save() returned
+    assert handle.wait("sealed", timeout=60) == "ok"
+    found = {"steady": torch.zeros(1000), "w": torch.zeros(1000)}
+    assert checkpointer.load(found).step == 2
+    assert torch.equal(found["w"], torch.full((1000,), 2.0))
+    assert [record for record in caplog.records if "from now on save() copies it" in record.message]
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_a_change_that_no_version_counter_shows_is_found_in_the_first_saves(make, monkeypatch, strided):
+    arm(monkeypatch, "before_copy=sleep(0.2)")
+    checkpointer = make(verify=True)
+    weight = torch.arange(1000.0).reshape(10, 100)
+    weight = weight.T if strided else weight
+    handle = checkpointer.save(1, {"w": weight}, overlap=True)
+    weight.data.clamp_(0, 5)
+    assert handle.wait("sealed", timeout=60) == "failed"
+    assert "w changed" in handle.reason
+    assert not handle.has_reached(Level.SEALED)
+
+
+def test_recheck_finds_it_in_every_save(make, monkeypatch):
+    checkpointer = make(verify="recheck")
+    weight = torch.arange(1000.0)
+    for step in range(5):
+        assert checkpointer.save(step, {"w": weight}, overlap=True).wait("sealed", timeout=60) == "ok"
+    arm(monkeypatch, "before_copy=sleep(0.2)")
+    handle = checkpointer.save(6, {"w": weight}, overlap=True)
+    weight.numpy()[:] = 3
+    assert handle.wait("sealed", timeout=60) == "failed"
+
+
+def test_a_change_by_another_thread_during_a_synchronous_save_is_refused(make, monkeypatch):
+    arm(monkeypatch, "before_copy=sleep(0.3)")
+    checkpointer = make()
+    weight = torch.ones(1000)
+    changer = threading.Timer(0.1, lambda: weight.add_(1))
+    changer.start()
+    handle = checkpointer.save(1, {"w": weight})
+    changer.join()
+    assert handle.outcome == "failed"
+    assert "changed while save() copied it" in handle.reason
+    assert checkpointer.save(2, {"w": weight}).outcome == "ok"
+
+
+def test_whoever_waited_may_change_tensors_and_stays_overlapped(make, monkeypatch, caplog):
+    checkpointer = make()
+    weight = torch.ones(1000)
+    for step in range(3):
+        handle = checkpointer.save(step, {"w": weight}, overlap=True)
+        handle.wait("staged", timeout=60)
+        weight.add_(1)
+        wait_until_staged(handle, 60)
+        assert handle.wait("sealed", timeout=60) == "ok"
+    assert not [record for record in caplog.records if "copies it" in record.message]
+
+
+def test_immediate_tensors_are_copied_before_save_returns(make, monkeypatch):
+    arm(monkeypatch, "before_copy=sleep(0.2)")
+    checkpointer = make()
+    small, large, deferred = torch.ones(10), torch.ones(3 << 20), torch.ones(3 << 20)
+    state = {"small": small, "large": large, "deferred": deferred}
+    handle = checkpointer.save(1, state, overlap=True, defers=lambda key, _: key == "deferred")
+    assert handle.level is Level.NONE
+    small.zero_()
+    large.zero_()
+    assert handle.wait("sealed", timeout=60) == "ok"
+    found = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
+    checkpointer.load(found)
+    assert all(bool((tensor == 1).all()) for tensor in found.values())
+
+
+def test_large_tensors_that_did_not_change_are_deferred_though_nobody_vouches_for_them(make, monkeypatch):
+    checkpointer = make()
+    frozen = torch.ones(3 << 20)
+    began = []
+    options = {"overlap": True, "defers": lambda *_: False, "on_begin": began.append}
+    checkpointer.save(1, {"frozen": frozen}, **options).wait("sealed", timeout=60)
+    arm(monkeypatch, "before_copy=sleep(0.3)")
+    handle = checkpointer.save(2, {"frozen": frozen}, **options)
+    assert handle.blocked_seconds < 0.2
+    assert began[-1] is handle
+    frozen.add_(1)  # thawed after all: found
+    assert handle.wait("sealed", timeout=60) == "failed"
+    assert checkpointer.save(3, {"frozen": frozen}, **options).wait("sealed", timeout=60) == "ok"
+
+
+def test_an_inference_tensor_has_no_version_counter_and_is_copied_at_once(make, monkeypatch):
+    arm(monkeypatch, "before_copy=sleep(0.2)")
+    checkpointer = make()
+    with torch.inference_mode():
+        tensor = torch.ones(100)
+    handle = checkpointer.save(1, {"w": tensor}, overlap=True)
+    with torch.inference_mode():
+        tensor.zero_()
+    assert handle.wait("sealed", timeout=60) == "ok"
+    found = {"w": torch.zeros(100)}
+    checkpointer.load(found)
+    assert torch.equal(found["w"], torch.ones(100))
+
+
+def test_an_interrupt_before_the_copy_gives_the_save_up(make):
+    checkpointer = make()
+
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        checkpointer.save(1, {"w": torch.ones(10)}, overlap=True, on_begin=interrupt)
+    assert checkpointer.save(2, {"w": torch.ones(10)}, overlap=True).wait("sealed", timeout=60) == "ok"
 
 
 def test_two_threads_still_must_not_call_at_once(make, monkeypatch):
@@ -156,7 +293,7 @@ def test_two_threads_still_must_not_call_at_once(make, monkeypatch):
     thread.start()
     try:
         deadline = time.monotonic() + 60
-        while not checkpointer._exclusive.locked() and time.monotonic() < deadline:
+        while checkpointer._turns._current is None and time.monotonic() < deadline:
             time.sleep(0.001)
         with pytest.raises(ConflictError):
             checkpointer.save(2, {"w": torch.ones(10)}, overlap=True)

@@ -186,6 +186,7 @@ def test_groups_give_way_where_they_would_double_a_load():
     assert max(len(placement.held_by(member.node_id)) for member in members[1:]) == 10  # 64 shards on 7 nodes
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("k", [1, 3])
 @pytest.mark.parametrize("strategy", STRATEGY_NAMES)
 @pytest.mark.parametrize("racks", [0, 2, 600])

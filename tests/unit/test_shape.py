@@ -46,7 +46,7 @@ OUTSIDE = {
     "export": {"torch", "safetensors", "format", "load", "store", "persist", "save"},
     "manager": {"torch", "checkpointer", "training", "save", "load"},
     "dcp": {"torch", "checkpointer", "opening", "join", "state", "save", "load", "format", "store"},
-    "devices": {"torch"},
+    "devices": {"torch", "native", "transport"},  # of transport the throttle
     "group": {"torch"},
     "launch": set(),
     "join": {"agent", "save", "load", "store", "placement", "credentials", "address"},
@@ -61,6 +61,8 @@ OUTSIDE = {
     "failpoints": set(),
     "niceness": set(),
     "collector": set(),
+    "workers": set(),
+    "turns": set(),
     "cli": {
         *("click", "rich", "agent", "demo", "format", "store", "save", "native", "bench", "load", "export"),
         *("persist", "training", "doctor"),
@@ -76,6 +78,8 @@ BASE = {
     "failpoints",
     "niceness",
     "collector",
+    "workers",
+    "turns",
     "topology",
     "launch",
     "group",
@@ -199,7 +203,15 @@ def test_public_names():
     for name in flashckpt.__all__:
         assert getattr(flashckpt, name) is not None
     assert set(flashckpt.__all__) == {
-        *("AmbiguousHistoryError", "BusyError", "CheckpointConfig", "Checkpointer", "ClosedError", "ConfigError"),
+        *(
+            "AmbiguousHistoryError",
+            "BusyError",
+            "ChangedError",
+            "CheckpointConfig",
+            "Checkpointer",
+            "ClosedError",
+            "ConfigError",
+        ),
         *("ConflictError", "CorruptShardError", "DeadlineError", "FencedError", "FlashError", "Generation"),
         *("IncompatibleError", "InternalError", "Level", "LoadResult", "MissingKeyError", "NoSpaceError"),
         *(

@@ -11,13 +11,15 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
-from flashckpt import ConfigError, PerRank, StructureError
+from flashckpt import ConfigError, StructureError
 from flashckpt.format.values import decode_values, encode_values
+from flashckpt.load.recover import Found
 from flashckpt.state.flatten import Whole, flatten
 from flashckpt.training.assemble import TrainingState
 from flashckpt.training.model import ModelState
 from flashckpt.training.optimizer import OptimizerState, own
 from flashckpt.training.rng import capture_rng, restore_rng
+from flashckpt.types import Box, TensorEntry
 
 
 def step(model, optimizer, batch=None):
@@ -34,7 +36,7 @@ def test_capturing_a_fresh_optimizer_does_not_make_it_take_a_step():
     optimizer = torch.optim.AdamW(model.parameters())
     stepped = []
     optimizer.register_step_post_hook(lambda *_: stepped.append(1))
-    captured = OptimizerState(own([model], optimizer)).capture(overlap=False)
+    captured = OptimizerState(own([model], optimizer)).capture()
     assert "state" not in captured
     assert decode_values(encode_values({"x": captured["param_groups"]["weight"].value}))["x"]["lr"] == 1e-3
     assert not stepped
@@ -42,43 +44,66 @@ def test_capturing_a_fresh_optimizer_does_not_make_it_take_a_step():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def found(captured):
+    """What a load finds where `captured` was saved."""
+    flat = flatten({"optimizer": captured})
+
+    def entry(key):
+        tensor = flat.tensors.get(key)
+        if tensor is None:
+            return None
+        shape = tuple(tensor.shape)
+        box = Box((0,) * len(shape), shape)
+        return TensorEntry(key, flat.path(key), str(tensor.dtype).removeprefix("torch."), shape, box, 0, 0)
+
+    keys = frozenset((*flat.tensors, *flat.values))
+    return Found(1, 1, None, keys, entry, lambda key: (key in flat.values, flat.values.get(key)))
+
+
+def stepped(model, optimizer, part=None):
+    (part or model)(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+    captured = OptimizerState(own([model], optimizer)).capture()
+    optimizer.zero_grad()
+    return captured
+
+
 @pytest.mark.parametrize("with_gradients", [False, True])
 def test_a_fresh_optimizer_makes_room_for_its_moments(with_gradients):
+    other = nn.Linear(4, 4)
+    saved = found(stepped(other, torch.optim.AdamW(other.parameters())))
     model = nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters())
-    if with_gradients:  # torch would take that for "initialised" and make no room
+    if with_gradients:
         model(torch.randn(2, 4)).sum().backward()
-    gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    gradients = [p.grad for p in model.parameters()]
     before = model.weight.clone()
     state = OptimizerState(own([model], optimizer))
+    assert not state.lay_out(saved)
     assert set(state.state_dict()["state"]["weight"]) == {"step", "exp_avg", "exp_avg_sq"}
     assert torch.equal(model.weight, before)
-    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-        assert (parameter.grad is None) == (gradient is None)
-        assert gradient is None or torch.equal(parameter.grad, gradient)
-    state.undo()
-    assert not optimizer.state  # nothing was loaded: it is as fresh as before
+    assert all(p.grad is gradient for p, gradient in zip(model.parameters(), gradients, strict=True))
+    assert not optimizer.state  # nothing is loaded yet: it is as fresh as before
+    state.end_load()
+    assert "state" not in state.state_dict()
 
 
 def test_parameters_without_state_have_none_afterwards():
     model = nn.ModuleDict({"used": nn.Linear(4, 4), "unused": nn.Linear(4, 4)})
-    optimizer = torch.optim.AdamW(model.parameters())
-    model["used"](torch.randn(2, 4)).sum().backward()
-    optimizer.step()
-    saved = OptimizerState(own([model], optimizer)).capture(overlap=False)
+    saved = stepped(model, torch.optim.AdamW(model.parameters()), model["used"])
     assert set(saved["state"]) == {"used.weight", "used.bias"}
 
-    other = nn.ModuleDict({"used": nn.Linear(4, 4), "unused": nn.Linear(4, 4)})
-    fresh = torch.optim.AdamW(other.parameters())
-    state = OptimizerState(own([other], fresh))
-    template = state.state_dict()
-    assert "unused.weight" in template["state"]
-    state.saved_parameters = {"used.weight", "used.bias"}
-    assert state.unfilled() == {"unused.weight", "unused.bias"}
-    for name, values in saved["state"].items():
-        template["state"][name].update(values)
-    state.load_state_dict(template)
-    assert set(fresh.state) == {other["used"].weight, other["used"].bias}
+    for fresh in (True, False):
+        other = nn.ModuleDict({"used": nn.Linear(4, 4), "unused": nn.Linear(4, 4)})
+        optimizer = torch.optim.AdamW(other.parameters())
+        if not fresh:
+            stepped(other, optimizer, nn.Sequential(other["used"], other["unused"]))
+        state = OptimizerState(own([other], optimizer))
+        state.lay_out(found(saved))
+        template = state.state_dict()
+        assert set(template["state"]) == {"used.weight", "used.bias"}
+        state.load_state_dict(template)
+        assert set(optimizer.state) == {other["used"].weight, other["used"].bias}
 
 
 def test_groups_that_were_split_otherwise_are_refused():
@@ -91,15 +116,22 @@ def test_groups_that_were_split_otherwise_are_refused():
         state.load_state_dict(template)
 
 
-def test_a_learning_rate_that_is_a_tensor_is_copied_when_overlapping():
-    model = nn.Linear(4, 4)
-    rate = torch.tensor(0.1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
-    state = OptimizerState(own([model], optimizer))
-    assert state.capture(overlap=False)["param_group_tensors"]["weight"]["lr"] is rate
-    captured = state.capture(overlap=True)
-    rate.fill_(0.7)
-    assert captured["param_group_tensors"]["weight"]["lr"] == torch.tensor(0.1)
+def test_what_an_optimizer_owns_changes_only_in_its_step():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    model[2].requires_grad_(False)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=torch.tensor(0.1), foreach=False)
+    model(torch.randn(8, 4)).sum().backward()
+    optimizer.step()
+    training = TrainingState(model=model, optimizer=optimizer, states={"ema": {"w": model[0].weight.detach().clone()}})
+    defers = training.changes_only_in_step()
+    tensors = flatten(training.capture()).tensors
+    owned = {key for key, tensor in tensors.items() if defers(key, tensor)}
+    assert owned == {
+        *(f"model.{name}" for name in ("0.weight", "0.bias", "1.weight", "1.bias")),
+        *(key for key in tensors if key.startswith("optimizer.state.")),
+    }
+    assert "optimizer.param_group_tensors.0.weight.lr" in tensors
 
 
 def test_optimizers_that_do_not_fit_the_model():
@@ -119,20 +151,9 @@ def test_optimizers_that_do_not_fit_the_model():
 # --- model ------------------------------------------------------------------------------------------------
 
 
-def test_buffers_are_copied_when_overlapping_and_parameters_are_not():
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    captured = ModelState([model]).capture(overlap=True)
-    assert captured["0.weight"].data_ptr() == model[0].weight.data_ptr()
-    before = model[1].running_mean.clone()
-    model(torch.randn(8, 4))  # a forward pass changes the running mean
-    assert not torch.equal(model[1].running_mean, before)
-    assert torch.equal(captured["1.running_mean"], before)
-    assert ModelState([model]).capture(overlap=False)["1.running_mean"].data_ptr() == model[1].running_mean.data_ptr()
-
-
 def test_parts_with_the_same_names_are_refused():
     with pytest.raises(StructureError, match="key 'weight': two parts of the model have it"):
-        ModelState([nn.Linear(2, 2), nn.Linear(2, 2)]).capture(overlap=False)
+        ModelState([nn.Linear(2, 2), nn.Linear(2, 2)]).capture()
 
 
 def test_tied_weights_stay_one_tensor():
@@ -154,7 +175,7 @@ def test_a_capture_is_what_torchs_helpers_tell_the_second_time_too(wrap):
     )
     state = TrainingState(model=model, optimizer=optimizer, rng=False)
     for _ in range(3):
-        captured = state.capture(overlap=False)
+        captured = state.capture()
         helped = get_model_state_dict(model)
         assert captured["model"].keys() == helped.keys()
         assert all(captured["model"][name].data_ptr() == value.data_ptr() for name, value in helped.items())
@@ -175,8 +196,8 @@ def test_a_capture_is_what_torchs_helpers_tell_the_second_time_too(wrap):
         optimizer.step()
         optimizer.zero_grad()
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
-    with pytest.raises(KeyError):
-        state.capture(overlap=False)  # not the model's: torch's helper is asked again, and says so
+    with pytest.raises(ConfigError, match="1 of 5 parameters of AdamW are not the model's"):
+        state.capture()
 
 
 # --- random numbers ---------------------------------------------------------------------------------------
@@ -221,18 +242,9 @@ def test_parts_and_what_is_per_rank():
     model = nn.Linear(2, 2)
     state = TrainingState(model=model, dataloader=Counter(), states={"counter": Counter(5), "plain": {"a": 1}})
     assert state.parts == ("model", "dataloader", "rng", "counter", "plain")
-    flat = flatten(state.capture(overlap=False))
+    flat = flatten(state.capture())
     assert flat.per_rank == {"dataloader", "rng"}
     assert flat.values["plain.a"] == 1
-
-
-def test_states_of_the_users_are_copied_when_overlapping():
-    counter = Counter(5)
-    captured = TrainingState(model=None, states={"counter": counter, "own": PerRank({"t": [counter.value]})}, rng=False)
-    taken = captured.capture(overlap=True)
-    counter.value.fill_(9)
-    assert taken["counter"]["value"].item() == 5
-    assert taken["own"].value["t"][0].item() == 5
 
 
 def test_bad_parts():

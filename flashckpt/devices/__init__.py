@@ -1,0 +1,23 @@
+"""Copies between an accelerator and host memory, and host copies that the native core can't make (odd strides)."""
+
+from flashckpt.devices.bits import DeviceCopy, as_bits, native_address
+from flashckpt.devices.clone import clone_on_device
+from flashckpt.devices.copier import Copier, Queued
+from flashckpt.devices.registrar import Registrar, add_registrar
+from flashckpt.devices.streams import event_of, has_accelerator
+from flashckpt.devices.upload import Upload, copy_into
+
+__all__ = [
+    "Copier",
+    "DeviceCopy",
+    "Queued",
+    "Registrar",
+    "Upload",
+    "add_registrar",
+    "as_bits",
+    "clone_on_device",
+    "copy_into",
+    "event_of",
+    "has_accelerator",
+    "native_address",
+]

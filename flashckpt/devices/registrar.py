@@ -1,0 +1,124 @@
+"""Registrars: page-lock memory that is mapped already, so that a device copies to and from it asynchronously.
+
+One class per accelerator, in a table by device type. An accelerator without one goes through pinned buffers (ring.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from flashckpt.devices.cuda import CudaRegistrar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+log = logging.getLogger(__name__)
+
+
+class Registrar(Protocol):
+    """What an accelerator's driver has to offer. Called with a device of its type as the current one."""
+
+    def register(self, address: int, length_bytes: int) -> bool:
+        """Page-lock the range for all devices of the type. The caller keeps it mapped until `unregister`.
+
+        False: nothing is registered, copies work as before, and nothing of the failure is left behind in the driver.
+        """
+
+    def unregister(self, address: int) -> None:
+        """Undo `register`. No copy to or from the range is under way. Does not raise."""
+
+
+_registrars: dict[str, Callable[[], Registrar]] = {
+    "cuda": CudaRegistrar,  # HIP as well: torch calls its devices "cuda"
+}
+
+
+def add_registrar(device_type: str, make: Callable[[], Registrar]) -> None:
+    """Use what `make` returns for devices of this type, in every Copier that is made from now on."""
+    _registrars[device_type] = make
+
+
+def registrars() -> dict[str, Callable[[], Registrar]]:
+    """Return a copy of the table."""
+    return dict(_registrars)
+
+
+class RegisteredMemory:
+    """The slots that are registered with the driver of one device type. Any thread may call."""
+
+    def __init__(self, registrar: Registrar, most: int) -> None:
+        """`most`: the one that was used the longest time ago goes first. A slot that the agent gave up meanwhile is
+        never used again, and would keep its memory."""
+        self._registrar = registrar
+        self._most = most
+        self._lock = threading.Lock()
+        self._failed = False
+        # SAFETY: holding a view keeps the slot mapped for as long as the driver has it registered; the store does
+        # not unmap or resize memory that somebody has a view of. (A tensor made by frombuffer would not do: torch
+        # gives the buffer back at once.)
+        self._held: dict[int, memoryview] = {}
+
+    @property
+    def has_failed(self) -> bool:
+        return self._failed
+
+    def add(self, data: memoryview) -> bool:
+        """Register the whole slot that `data` is a part of, unless it is already.
+
+        False for good once it failed: to try it again at every save would cost more than the copies through buffers.
+        """
+        whole = _whole(data)
+        address = address_of(whole)
+        with self._lock:
+            if self._failed:
+                return False
+            self._let_go_other_sizes(whole.nbytes)
+            held = self._held.pop(address, None)
+            if held is not None:
+                self._held[address] = held  # behind the others: it was used just now
+                return True
+            self._let_go(list(self._held)[: max(0, len(self._held) + 1 - self._most)])
+            try:
+                self._failed = not self._registrar.register(address, whole.nbytes)
+            except Exception as error:
+                log.warning("registering %d bytes with %s: %s", whole.nbytes, type(self._registrar).__name__, error)
+                self._failed = True
+            if self._failed:
+                self._let_go(list(self._held))
+                return False
+            self._held[address] = whole
+            return True
+
+    def keep_only(self, size_bytes: int) -> None:
+        """Let slots of any other size go: the state has grown or shrunk, and the store resizes or removes them."""
+        with self._lock:
+            self._let_go_other_sizes(size_bytes)
+
+    def close(self) -> None:
+        with self._lock:
+            self._let_go(list(self._held))
+
+    def _let_go_other_sizes(self, size_bytes: int) -> None:
+        self._let_go([address for address, held in self._held.items() if held.nbytes != size_bytes])
+
+    def _let_go(self, addresses: list[int]) -> None:
+        for address in addresses:
+            try:
+                self._registrar.unregister(address)
+            except Exception as error:
+                log.warning("unregistering a slot with %s: %s", type(self._registrar).__name__, error)
+            finally:
+                self._held.pop(address).release()
+
+
+def address_of(data: memoryview) -> int:
+    return torch.frombuffer(data, dtype=torch.uint8).data_ptr()
+
+
+def _whole(data: memoryview) -> memoryview:
+    """Return a view of the buffer that `data` is a part of: a slot is registered once, whichever part is copied to."""
+    return memoryview(data.obj).cast("B")

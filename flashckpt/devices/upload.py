@@ -1,0 +1,81 @@
+"""From staging buffers into tensors, asynchronously where the tensor is on a device: the way of a load."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Self
+
+import torch
+
+from flashckpt.devices.bits import as_bits
+from flashckpt.devices.ring import CHUNK_BYTES, pinned_buffer
+from flashckpt.devices.streams import event_of, side_stream, synchronize
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+
+class Upload:
+    """Two staging buffers in turn, and a side stream per device. A context manager: when it is left, no copy is under
+    way, also where its body raised."""
+
+    def __init__(self, limit_bytes: int, device: torch.device | None) -> None:
+        """`limit_bytes` bounds all staging memory together. `device`: one that will be copied to; None: none will."""
+        self.buffer_bytes = max(1, min(CHUNK_BYTES, limit_bytes // 2))
+        self._device = device
+        self._buffers: list[torch.Tensor] = []
+        self._turn = 0
+        self._streams: dict[torch.device, torch.Stream] = {}
+        self._events: tuple[list[torch.Event], list[torch.Event]] = ([], [])  # behind the last copies from each buffer
+
+    def next_buffer(self) -> torch.Tensor:
+        """Return a buffer that no copy reads from any more. Copies from the one before may go on."""
+        self._events[self._turn].extend(stream.record_event() for stream in self._streams.values())
+        self._turn = 1 - self._turn
+        for event in self._events[self._turn]:
+            event.synchronize()
+        self._events[self._turn].clear()
+        while len(self._buffers) <= self._turn:
+            self._buffers.append(self._allocate())
+        return self._buffers[self._turn]
+
+    def put(self, source: torch.Tensor, into: torch.Tensor) -> None:
+        """Copy `source`, a view of the current buffer, into a tensor of whatever device, stride or dtype."""
+        if into.is_cpu:
+            copy_into(into, source)
+            return
+        with self._stream(into.device):
+            copy_into(into, source, non_blocking=self._buffers[self._turn].is_pinned())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        synchronize(self._streams.values())
+
+    def _allocate(self) -> torch.Tensor:
+        if self._device is not None:
+            with self._stream(self._device):
+                buffer = pinned_buffer(self._device, self.buffer_bytes)
+            if buffer is not None:
+                return buffer
+        return torch.empty(self.buffer_bytes, dtype=torch.uint8)
+
+    def _stream(self, device: torch.device) -> torch.Stream:
+        """Return our stream of the device, which begins behind what the caller has queued there."""
+        stream = self._streams.get(device)
+        if stream is None:
+            stream = side_stream(device)
+            stream.wait_event(event_of(device))
+            self._streams[device] = stream
+        return stream
+
+
+def copy_into(into: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False) -> None:
+    """Copy host memory into a tensor, converting its dtype. Only a copy that converts nothing can be asynchronous:
+    what torch converts on the host lies in memory of its own, which would go too early."""
+    if source.dtype == into.dtype and not (into.is_neg() or into.is_conj()):
+        as_bits(into).copy_(as_bits(source), non_blocking=non_blocking)
+    else:
+        into.copy_(source)

@@ -1,0 +1,107 @@
+"""A table of ways to train: every save of each is the state at `save()`, to the bit, or is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.conftest import torchrun
+from tests.training import harness, ranks
+from tests.training.harness import Run, run_pattern
+from tests.training.patterns import PATTERNS
+
+# Old interfaces of torch's are part of what users train with.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+
+def rows(device: str) -> list:
+    return [
+        pytest.param(name, marks=[pytest.mark.slow] if one.slow else [])
+        for name, one in PATTERNS.items()
+        if device in one.devices
+    ]
+
+
+@pytest.mark.parametrize("delayed", [True, False], ids=["delayed", "at_once"])
+@pytest.mark.parametrize("name", rows("cpu"))
+def test_right_or_refused(name, delayed):
+    pattern = PATTERNS[name]
+    result = run_pattern(pattern, "cpu", delayed=delayed)
+    assert result.problems(pattern, delayed=delayed) == []
+
+
+@pytest.fixture(scope="module")
+def found_by_ranks(tmp_path_factory):
+    """What two ranks found, row by row, in one launch."""
+    out = tmp_path_factory.mktemp("ranks")
+    memory = tempfile.mkdtemp(prefix="flashckpt-test-", dir="/dev/shm")
+    try:
+        code, output = torchrun(2, Path(ranks.__file__), memory, out)
+    finally:
+        shutil.rmtree(memory, ignore_errors=True)
+    assert code == 0, output
+    return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("delayed", ["delayed", "at_once"])
+@pytest.mark.parametrize("name", list(ranks.PATTERNS))
+def test_right_or_refused_on_two_ranks(name, delayed, found_by_ranks):
+    if name == "accelerated":
+        pytest.importorskip("accelerate")
+    assert [found[f"{name}-{delayed}"] for found in found_by_ranks] == [[], []]
+
+
+def test_the_table_sees_one_bit(monkeypatch):
+    reference = Run.reference
+
+    def with_one_bit_flipped(run):
+        state = reference(run)
+        if run.saves == 1:
+            harness.bits(state["optimizer"]["state"]["2.bias"]["exp_avg"])[5] ^= 1
+        return state
+
+    monkeypatch.setattr(Run, "reference", with_one_bit_flipped)
+    pattern = PATTERNS["adamw_foreach"]
+    result = run_pattern(pattern, "cpu", delayed=False)
+    assert [one.verdict for one in result.saves] == ["right", "torn", "right", "right"]
+    assert result.problems(pattern, delayed=False) == ["step 20: torn: optimizer.state.2.bias.exp_avg"]
+
+
+def test_a_large_frozen_base_is_not_copied_in_save():
+    """64 MiB that no optimizer has: `save()` takes less time than half a copy of it into warm memory."""
+
+    def build(run):
+        base = nn.Linear(4096, 4096, bias=False).requires_grad_(False)
+        adapter = nn.Linear(16, 16)
+        optimizer = torch.optim.AdamW(adapter.parameters())
+        run.manage(nn.ModuleDict({"base": base, "adapter": adapter}), optimizer)
+
+        def cycle():
+            adapter(torch.randn(4, 16)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return cycle
+
+    pattern = harness.Pattern("large_frozen_base", build, saves=6)
+    result = run_pattern(pattern, "cpu", delayed=True)
+    assert result.problems(pattern, delayed=True) == []
+    source, target = torch.ones(4096, 4096), torch.ones(4096, 4096)
+    copies = []
+    for _ in range(5):
+        began = time.perf_counter()
+        target.copy_(source)
+        copies.append(time.perf_counter() - began)
+    assert min(one.save_seconds for one in result.saves[1:]) < 0.5 * min(copies)
