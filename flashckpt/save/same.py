@@ -145,10 +145,8 @@ class Comparer:
         first = _spread(generation.step) % count
         picked = tuple(near[(first + i) % count] for i in range(min(count, SAMPLE_TENSORS)))
         try:
-            sums = tuple(checksums(flat, picked, SAMPLE_WINDOW_BYTES, on_devices=False))
+            sums = tuple(checksums(flat, picked, SAMPLE_WINDOW_BYTES))
         except (FlashError, RuntimeError):
-            return ()
-        if not any(sums):
             return ()
         sample = (_names(flat, picked), *sums)
         if self._topology.is_leader:
@@ -209,11 +207,11 @@ def is_sampled(step: int) -> bool:
     return _spread(step) % SAMPLE_EVERY == 0
 
 
-def checksums(flat: Flat, which: Iterable[int], window_bytes: int, *, on_devices: bool = True) -> list[int]:
+def checksums(flat: Flat, which: Iterable[int], window_bytes: int) -> list[int]:
     """One number for each of these tensors, from at most so many bytes of its middle.
 
-    CRC32C where the bytes lie in this process's memory; on an accelerator a weighted sum, which it computes itself. To
-    learn it, this thread waits for what is queued on the device; without `on_devices` such tensors have the number 0.
+    CRC32C where the bytes lie in this process's memory; on an accelerator a weighted sum, which it computes itself; to
+    learn it, this thread waits for what is queued on the device.
     """
     tensors, fqns = list(flat.tensors.values()), list(flat.tensors)
     sums: list[int] = []
@@ -233,8 +231,7 @@ def checksums(flat: Flat, which: Iterable[int], window_bytes: int, *, on_devices
             bits = as_bits(_window(tensor, window_bytes)).contiguous().view(-1).view(torch.uint8)
             sums.append(native.crc32c(bits.numpy().data))
         else:
-            if on_devices:
-                queued.append((len(sums), _weighted_sum(_window(tensor, window_bytes))))
+            queued.append((len(sums), _weighted_sum(_window(tensor, window_bytes))))
             sums.append(0)
     # The device is waited for once, and not for each tensor.
     by_device: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
