@@ -210,7 +210,8 @@ def is_sampled(step: int) -> bool:
 def checksums(flat: Flat, which: Iterable[int], window_bytes: int) -> list[int]:
     """One number for each of these tensors, from at most so many bytes of its middle.
 
-    CRC32C where the bytes lie in this process's memory; on an accelerator a weighted sum, which it computes itself.
+    CRC32C where the bytes lie in this process's memory; on an accelerator a weighted sum, which it computes itself; to
+    learn it, this thread waits for what is queued on the device.
     """
     tensors, fqns = list(flat.tensors.values()), list(flat.tensors)
     sums: list[int] = []

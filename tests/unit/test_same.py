@@ -13,6 +13,7 @@ from flashckpt.save import same
 from flashckpt.save.same import NOTHING, Comparer, checksums, is_sampled
 from flashckpt.state.flatten import flatten
 from flashckpt.topology import Node, Topology
+from flashckpt.types import Generation
 
 WINDOW = 1024
 DTYPES = [torch.float32, torch.bfloat16, torch.bool, torch.float8_e4m3fn, torch.complex128, torch.int64]
@@ -58,6 +59,18 @@ def test_on_an_accelerator_a_sum_sees_the_same():
     assert same._weighted_sum(a) != same._weighted_sum(b)
     assert same._window(torch.zeros(4, 1000), 100).numel() == 25
     assert same._window(torch.zeros(1, dtype=torch.complex128), 1).numel() == 1
+
+
+def test_a_later_sample_waits_for_no_device():
+    """Meta tensors stand for those of a device: whoever asks them for a number hears of it."""
+    flat = flatten({"away": torch.empty(3, device="meta"), "here": torch.ones(3)})
+    with pytest.raises(RuntimeError):
+        checksums(flat, [0, 1], WINDOW)
+    step = next(step for step in range(100) if is_sampled(step))
+    sample = comparer().sample(flat, SimpleNamespace(assumed=(0, 1)), Generation(1, 1, step, 1))
+    assert sample[1:] == tuple(sums(torch.ones(3)))
+    away = flatten({"away": torch.empty(3, device="meta")})
+    assert comparer().sample(away, SimpleNamespace(assumed=(0,)), Generation(1, 1, step, 1)) == ()
 
 
 def test_a_window_bounds_what_is_read():
