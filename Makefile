@@ -9,7 +9,7 @@ NATIVE_SOURCES := CMakeLists.txt $(wildcard csrc/*/*) $(wildcard protos/flashckp
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: setup demo test test-slow campaign check check-static check-native bench fuzz spec clean
+.PHONY: setup demo test test-slow campaign simdev check check-static check-native bench fuzz spec clean
 
 setup: $(STAMP)
 
@@ -23,12 +23,16 @@ $(STAMP): pyproject.toml constraints.txt $(NATIVE_SOURCES)
 demo: $(STAMP)
 	$(BIN)/flashckpt demo
 
-test: $(STAMP)
+test: $(STAMP) simdev
 	$(PYTEST) -m "not slow"
 
 # Whole launches of many ranks: minutes each. CI runs them too.
-test-slow: $(STAMP)
+test-slow: $(STAMP) simdev
 	$(PYTEST) -m slow
+
+# The simulated accelerator of the tests, unless build/simdev has it. Tests build it too, but within their time limit.
+simdev: $(STAMP)
+	$(BIN)/python -m tests.simdev
 
 # Far more histories and spoilt shards than CI has time for, others every time: for a night, and after a change to the
 # agent's core or to the format.

@@ -3,9 +3,10 @@
     python -m bench.bench_stall [--size 1G] [--rounds 12] [--every 5] [--json FILE] [--text FILE]
 
 One process trains a real model (linear layers, AdamW) whose parameters and moments make up that size. Blocks of a few
-steps take turns, in rotating order: without a save, with one that is overlapped, with one that is not. Each block of
-the latter two begins with a save. Every slowdown is a block against the block without a save of the same round. With
-`--sweep` the overlapped copy is measured with other numbers of threads and priorities as well.
+steps take turns, in rotating order: without a save, with one that is overlapped, with one that is not, with one that is
+overlapped and proved by checksums (`verify="recheck"`). Each block of the latter three begins with a save. Every
+slowdown is a block against the block without a save of the same round. With `--sweep` the overlapped copy is measured with other
+numbers of threads and priorities as well.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from bench.errors import BenchError
 from bench.run import turn
 from bench.scratch import check_room, scratch_directory
 from bench.spec import format_size, parse_size
-from bench.stall import OVERLAP, SYNC, WITHOUT
+from bench.stall import OVERLAP, RECHECK, SYNC, WITHOUT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _WIDTH = 1024
-_COPIES = 1 + 2 + 2  # gradients and activations are less than a state; two slots for each manager
+_COPIES = 1 + 2 + 2 + 2  # gradients and activations are less than a state; two slots for each manager
 _WARM_UP = 2  # blocks of each kind
 _DEADLINE = 60.0
 
@@ -48,6 +49,7 @@ class Blocks:
     blocked: list[float] = field(default_factory=list)  # of the training thread: in save() and at the gate
     in_save: list[float] = field(default_factory=list)  # the first part of it
     staged: list[float] = field(default_factory=list)  # from the call until tensors may change, wherever it ran
+    proof: list[float] = field(default_factory=list)  # of blocked: that nothing changed while it was copied
     passes: list[float] = field(default_factory=list)  # forward and backward of the step behind the save
 
 
@@ -80,12 +82,15 @@ class Loop:
 class Saver:
     """A manager in a directory of its own, used in its own blocks only."""
 
-    def __init__(self, loop: Loop, directory: Path, *, overlap: bool, threads: int | None = None) -> None:
+    def __init__(
+        self, loop: Loop, directory: Path, *, overlap: bool, recheck: bool = False, threads: int | None = None
+    ) -> None:
         directory.mkdir(mode=0o700)
         self.config = flashckpt.CheckpointConfig(
             job="bench",
             memory_dir=str(directory),
             overlap=overlap,
+            verify="recheck" if recheck else True,
             threads=threads,
             enable_first_step_checkpoint=False,
             agent_linger=60.0,
@@ -123,6 +128,7 @@ def run_block(loop: Loop, saver: Saver | None, steps: int, into: Blocks | None) 
     into.passes.append(passed)
     if handle is not None:
         into.blocked.append(handle.blocked_seconds)
+        into.proof.append(handle.proof_seconds)
         into.in_save.append(in_save)
         into.staged.append(handle.reached[flashckpt.Level.STAGED] - called)
 
@@ -169,6 +175,7 @@ def rows(found: dict[str, Blocks], every: int) -> list[dict[str, Any]]:
                 "blocked_median": statistics.median(blocks.blocked),
                 "blocked_p99": quantile(blocks.blocked, 0.99),
                 "in_save_median": statistics.median(blocks.in_save),
+                "proof_median": statistics.median(blocks.proof),
                 "staged_median": statistics.median(blocks.staged),
             }
         told.append(row)
@@ -176,14 +183,13 @@ def rows(found: dict[str, Blocks], every: int) -> list[dict[str, Any]]:
 
 
 def table(told: Sequence[dict[str, Any]]) -> str:
-    head = (
-        f"{'':<22} {'step':>9} {'blocked':>10} {'p99':>10} {'in save()':>10} {'staged':>10} {'slower':>8} {'median':>8}"
-    )
+    titles = [("step", 9), *((title, 10) for title in ("blocked", "p99", "in save()", "proof", "staged"))]
+    head = f"{'':<22}" + "".join(f" {title:>{width}}" for title, width in [*titles, ("slower", 8), ("median", 8)])
     lines = [head]
     for row in told:
         line = f"{row['name']:<22} {row['step_seconds'] * 1e3:6.0f} ms"
         if "blocked_median" in row:
-            times = ("blocked_median", "blocked_p99", "in_save_median", "staged_median")
+            times = ("blocked_median", "blocked_p99", "in_save_median", "proof_median", "staged_median")
             line += "".join(f" {row[name] * 1e3:7.2f} ms" for name in times)
             line += f" {row['slowdown_mean']:8.1%} {row['slowdown_median']:8.1%}"
         lines.append(line)
@@ -226,6 +232,7 @@ def main() -> None:
         try:
             savers[OVERLAP] = Saver(loop, directory / "on", overlap=True)
             savers[SYNC] = Saver(loop, directory / "off", overlap=False)
+            savers[RECHECK] = Saver(loop, directory / "recheck", overlap=True, recheck=True)
             for threads in (1, 2) if given.sweep else ():
                 name = f"{OVERLAP}, {threads} thread{'s' * (threads > 1)}"
                 savers[name] = Saver(loop, directory / f"threads{threads}", overlap=True, threads=threads)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bench.samples import SHARE, NotMeasuredError
-from bench.stall import EVERY, OVERLAP, SYNC, WITHOUT
+from bench.stall import EVERY, OVERLAP, RECHECK, SYNC, WITHOUT
 
 if TYPE_CHECKING:
     from bench.samples import Samples, Series
@@ -94,6 +94,8 @@ def make_rows(samples: Samples) -> list[Row]:
         lambda: _agent_adds("the agent adds to a save of four tiny tensors", samples, "agent, tiny state"),
         *_replication(samples),
         *_slowdown(samples),
+        lambda: _proof(samples, OVERLAP, "proof by version counters that nothing changed during an overlapped copy"),
+        lambda: _proof(samples, RECHECK, 'the same by checksums as well (verify="recheck", and two saves per launch)'),
     ]
     rows = []
     for make in makers:
@@ -282,6 +284,19 @@ def _blocked_in_training(samples: Samples) -> Row:
         bar=Bar(5, at_most=True),
         numbers=f"p99 {milliseconds(blocked.p99)} of {len(blocked.values)}; forward and backward "
         f"{milliseconds(passes.median)}, the copy alone {milliseconds(copied.median)}",
+    )
+
+
+def _proof(samples: Samples, kind: str, name: str) -> Row:
+    """Of the blocked time of an overlapped save."""
+    proof, blocked = samples.get("stall", kind, "loop: proof"), samples.get("stall", kind, "loop: blocked")
+    return Row(
+        name=name,
+        value=proof.median * 1e3,
+        best=proof.best * 1e3,
+        unit="ms",
+        bar=None,
+        numbers=f"of {milliseconds(blocked.median)} blocked",
     )
 
 

@@ -14,10 +14,16 @@ from bench.errors import BenchError
 if TYPE_CHECKING:
     from bench.run import Run
 
-WITHOUT, OVERLAP, SYNC = "no saves", "overlap on", "overlap off"
+WITHOUT, OVERLAP, SYNC, RECHECK = "no saves", "overlap on", "overlap off", "overlap, recheck"
 EVERY = 5  # steps from save to save
 # Of the samples there: what it is called here. All are seconds.
-MEASURES = {"seconds": "loop", "blocked": "loop: blocked", "staged": "loop: staged", "passes": "loop: passes"}
+MEASURES = {
+    "seconds": "loop",
+    "blocked": "loop: blocked",
+    "proof": "loop: proof",
+    "staged": "loop: staged",
+    "passes": "loop: passes",
+}
 _ROOT = Path(__file__).resolve().parent.parent
 _DEADLINE = 1200.0
 _END_SECONDS = 30.0

@@ -69,6 +69,9 @@ def complete() -> Samples:
             ("overlap on", "loop"): [1.1, 2.2, 1.4],
             ("overlap on", "loop: blocked"): [0.003, 0.004, 0.2],
             ("overlap on", "loop: passes"): [0.2, 0.2, 0.2],
+            ("overlap on", "loop: proof"): [0.001, 0.001, 0.002],
+            ("overlap, recheck", "loop: blocked"): [0.1, 0.1, 0.1],
+            ("overlap, recheck", "loop: proof"): [0.09, 0.09, 0.09],
             ("overlap off", "loop: staged"): [0.1, 0.1, 0.1],
         },
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.bench_stall import OVERLAP, SYNC, WITHOUT, Blocks, quantile, rows, slowdowns, table
+from bench.bench_stall import OVERLAP, RECHECK, SYNC, WITHOUT, Blocks, quantile, rows, slowdowns, table
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,7 +30,7 @@ def test_a_block_is_held_against_the_one_of_its_own_round() -> None:
 def test_rows_and_table() -> None:
     found = {
         WITHOUT: Blocks([1.0, 2.0, 1.0]),
-        OVERLAP: Blocks([1.1, 2.2, 1.1], [0.003, 0.004, 0.009], [0.003] * 3, [0.1] * 3),
+        OVERLAP: Blocks([1.1, 2.2, 1.1], [0.003, 0.004, 0.009], [0.003] * 3, [0.1] * 3, [0.001] * 3),
     }
     without, overlap = rows(found, every=5)
     assert without["step_seconds"] == pytest.approx(0.2)
@@ -53,7 +53,8 @@ def test_a_small_run(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     result = json.loads(file.read_text())
-    assert [row["name"] for row in result["rows"]] == [WITHOUT, OVERLAP, SYNC]
+    assert [row["name"] for row in result["rows"]] == [WITHOUT, OVERLAP, SYNC, RECHECK]
+    assert all(row["proof_median"] < row["blocked_median"] for row in result["rows"][1:])
     blocks = result["samples"][OVERLAP]
     assert len(blocks["seconds"]) == len(blocks["blocked"]) == 2
     assert all(0 < blocked < whole for blocked, whole in zip(blocks["blocked"], blocks["seconds"], strict=True))

@@ -7,12 +7,13 @@ counts. A nearer copy takes its place only where checksums prove it equal. Pure.
 from __future__ import annotations
 
 import struct
+from bisect import bisect_left
 from typing import TYPE_CHECKING, NamedTuple
 
 from flashckpt.format.caps import CRC_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from flashckpt.load.cover import Index, Piece
     from flashckpt.load.plan import Reader
@@ -51,17 +52,17 @@ class AssumedTensors:
     ) -> None:
         """`ends`: of each layout, where its assumed tensors end; 0: it has none. `digests`: by rank, of its checksum
         table (make_table); 0: not known."""
-        found: dict[tuple[tuple[object, ...], ...], tuple[dict[str, TensorEntry], list[int]]] = {}
+        found: dict[tuple[tuple[TensorEntry, ...], int], list[int]] = {}
         for layout, owners, end in zip(layouts, ranks, ends, strict=True):
             if end:
-                entries = {entry.fqn: entry for entry in assumed_entries(layout.entries, end)}
-                # Nested paths and what follows the assumed tensors may differ: the bytes are the same all the same.
-                name = tuple((one.fqn, one.dtype, one.global_shape, one.offset_bytes) for one in entries.values())
-                found.setdefault(name, (entries, []))[1].extend(owners)
-        self.groups = sorted(
-            (Group(entries, tuple(sorted(owners))) for entries, owners in found.values() if entries),
-            key=lambda group: group.ranks,
+                # They come first; what follows them may differ between the shards of a group.
+                count = bisect_left(layout.entries, end, key=lambda entry: entry.offset_bytes)
+                found.setdefault((layout.entries[:count], end), []).extend(owners)
+        groups = (
+            Group({one.fqn: one for one in entries if _is_assumed(one, end)}, tuple(sorted(owners)))
+            for (entries, end), owners in found.items()
         )
+        self.groups = sorted((group for group in groups if group.entries), key=lambda group: group.ranks)
         self._digests = digests
 
     def choose(self, wanted: Iterable[str]) -> list[Choice]:
@@ -123,20 +124,15 @@ class AssumedTensors:
         return sources
 
 
-def assumed_entries(entries: Iterable[TensorEntry], end_bytes: int) -> Iterator[TensorEntry]:
-    """Those of a shard whose assumed tensors end at `end_bytes` of its data area."""
-    return (
-        one
-        for one in entries
-        if 0 < one.length_bytes <= end_bytes - one.offset_bytes
-        and not one.per_rank
-        and one.box.sizes == one.global_shape
-    )
+def _is_assumed(entry: TensorEntry, end_bytes: int) -> bool:
+    """Of an entry that begins before the end of the assumed tensors: whether it is one, whatever a header claims."""
+    is_whole = entry.box.sizes == entry.global_shape and not entry.per_rank
+    return is_whole and 0 < entry.length_bytes <= end_bytes - entry.offset_bytes
 
 
-def only_from_one(stored: Index, assumed: AssumedTensors, keys: Collection[str] | None = None) -> Index:
+def only_from_one(stored: Index, assumed: AssumedTensors) -> Index:
     """The same regions, but of assumed tensors only those of the one rank that counts; for whoever reads all shards."""
-    wanted = (fqn for fqn, owner in stored if owner is None and (keys is None or fqn in keys))
+    wanted = (fqn for fqn, owner in stored if owner is None)
     chosen = {fqn: choice.rank for choice in assumed.choose(wanted) for fqn in choice.keys}
     return {
         (fqn, owner): _of_rank(pieces, chosen[fqn]) if owner is None and fqn in chosen else pieces

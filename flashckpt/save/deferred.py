@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -78,6 +79,7 @@ class Deferrals:
         self, handle: SaveHandle, flat: Flat, plan: SavePlan, defers: Callable[[str, torch.Tensor], bool | None]
     ) -> Deferred:
         """For a save that goes on after `save()` has returned. Puts clones in the place of some tensors of `flat`."""
+        began = time.perf_counter()
         fqns, leaves = list(flat.tensors), list(flat.tensors.values())
         deferred: list[int] = []
         immediate: list[int] = []
@@ -89,12 +91,16 @@ class Deferrals:
         immediate = _clone_on_devices(flat, fqns, leaves, immediate)
         if self._device_snapshot:
             deferred = _clone_on_devices(flat, fqns, leaves, deferred)
+        decided = time.perf_counter()
         left = _clone_small(flat, fqns, leaves, immediate)
+        cloned = time.perf_counter()
         checksums = None
         if deferred and (self._recheck or self._rechecks_left > 0):
             self._rechecks_left -= 1
             checksums = Checksums(plan, flat, frozenset(deferred), self._threads)
-        return Deferred(handle, self, flat, deferred, left, checksums, self._timeout, overlapped=True)
+        made = Deferred(handle, self, flat, deferred, left, checksums, self._timeout, overlapped=True)
+        handle.proof_seconds = decided - began + time.perf_counter() - cloned
+        return made
 
     def found_changing(self, keys: Sequence[str], why: str) -> None:
         """From the next save on `keys` are immediate."""
@@ -201,9 +207,11 @@ class Deferred:
 
     def look_again(self) -> None:
         """At the gate: find what changed since save(), also where the copy was quicker than the change."""
+        began = time.perf_counter()
         changed = self._versions_changed()
         if self._checksums is not None:
             changed += [key for key in self._checksums.changed_sources() if key not in changed]
+        self._handle.proof_seconds += time.perf_counter() - began
         if changed:
             self._owner.found_changing(changed, "changed between save() and optimizer.step()")
 

@@ -46,6 +46,7 @@ class SaveHandle:
         self.timings = SaveTimings()
         self.reached: dict[Level, float] = {}  # when it got there, in seconds since 1970
         self.blocked_seconds = 0.0  # that the training thread was held, in save() and at the gate
+        self.proof_seconds = 0.0  # of these: noting and comparing version counters and checksums (save/deferred.py)
         self.staging_completion: Future[None] = Future()
         self.upload_completion: Future[None] = Future()
         self.reason = ""

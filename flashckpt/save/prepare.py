@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from flashckpt.collector import collector_paused
 from flashckpt.errors import ConfigError, OtherRankError
 from flashckpt.save.plan import Planner, SavePlan
-from flashckpt.save.same import Comparer, Summary
+from flashckpt.save.same import NOTHING, Comparer, Summary
 from flashckpt.save.values import KnownPaths, pack
 from flashckpt.state.flatten import Flat, flatten
 
@@ -38,10 +38,11 @@ class Prepared:
     values: bytes
     extra: Mapping[str, Any] | None = None  # packed into `values`, as the sample is
     sample: tuple[int, ...] = ()
+    saves: bool = False  # else it is only to be made room for
 
 
 class Preparer:
-    """Local, except for the one comparison before the first save."""
+    """Local, except for the comparisons at the first save, and at a prewarm before it."""
 
     def __init__(
         self,
@@ -75,23 +76,30 @@ class Preparer:
                 sample: tuple[int, ...] = ()
                 if self._agreed and generation is not None:
                     sample = self._comparer.sample(flat, plan, generation)
-                return self._packed(Prepared(flat, plan, b"", extra, sample))
+                return self._packed(Prepared(flat, plan, b"", extra, sample, generation is not None))
         except Exception:
             if not self._agreed:
                 # The others are on their way to the comparison: an empty answer tells them not to wait.
                 self._group.gather(b"", _COMPARING)
+            elif self._comparer.is_due and generation is not None:
+                self._comparer.meet(self._group, None, None)
             raise
 
     def agree(self, prepared: Prepared) -> Prepared:
-        """First time: all ranks compare what they share and whether it fits. Collective once, then local."""
+        """First time: all ranks compare what they share and whether it fits. Collective, then local.
+
+        The first save compares values too (save/same.py), so that it is collective also where a prewarm came before.
+        """
         flat, plan = prepared.flat, prepared.plan
         if self._agreed:
+            if self._comparer.is_due and prepared.saves:
+                self._comparer.meet(self._group, flat, plan)
             self._comparer.look_back()
             self._stop_sharing_if_split()
             if plan.tag and not self._planner.dedup:
                 return self._packed(replace(prepared, plan=self._planner.plan(flat)))
             return prepared
-        summary = self._comparer.summary(flat, plan)
+        summary = self._comparer.summary(flat, plan) if prepared.saves else NOTHING
         for _ in range(2):
             need = self._writer.geometry(plan, prepared.values).file_length_bytes * self._config.slots
             gathered = self._group.gather(_AGREEMENT.pack(plan.tag, need, *summary), _COMPARING)
@@ -105,7 +113,8 @@ class Preparer:
             self._planner.dedup = False
             plan = self._planner.plan(flat)
             prepared = self._packed(replace(prepared, plan=plan))
-        self._comparer.compare(self._group, [Summary(*answer[2:]) for answer in answers], flat, plan)
+        if prepared.saves:
+            self._comparer.compare(self._group, [Summary(*answer[2:]) for answer in answers], flat, plan)
         self._agreed = True
         here = (*self._topology.node_ranks, *self._writer.slots.hosted_ranks)
         self._store.check_budget(sum(answers[rank][1] for rank in here))

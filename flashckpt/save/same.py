@@ -1,7 +1,8 @@
 """Compares assumed tensors between ranks: do they hold the same, as everybody takes for granted?
 
-All of them at the first save, which is collective anyway. Later a few at some of the saves, without a word between
-ranks: each rank packs checksums into its shard, and the lowest rank of the node reads those of the others afterwards.
+All of them at the first save, which is collective anyway. Later a few of those in host memory at some of the saves,
+without a word between ranks: each rank packs checksums into its shard, and the lowest rank of the node reads those of
+the others afterwards.
 """
 
 from __future__ import annotations
@@ -54,13 +55,17 @@ _PENDING = 2  # samples that wait for the shards of the other ranks
 _SHOWN = 4
 
 _COMPARING = "comparing tensors that count as the same on all ranks"
+_SUMMARY = struct.Struct("<QQ")
 
 
 class Summary(NamedTuple):
     """What a rank tells of its assumed tensors at the first save."""
 
-    names: int  # of keys, dtypes and shapes: only ranks with the same ones compare
+    names: int  # of the keys: only ranks with the same ones compare
     digest: int  # of their checksums; 0: not taken
+
+
+NOTHING = Summary(0, 0)
 
 
 class Comparer:
@@ -72,6 +77,7 @@ class Comparer:
         self._job = job
         self._enabled = enabled
         self._sums: array[int] = array("Q")
+        self.is_due = topology.world > 1  # the first save is still to come; alike on all ranks
         self._told: set[str] = set()
         self._samples = enabled and len(topology.node_ranks) > 1
         self._pending: dict[Generation, tuple[tuple[str, ...], tuple[int, ...]]] = {}
@@ -80,18 +86,27 @@ class Comparer:
 
     def summary(self, flat: Flat, plan: SavePlan) -> Summary:
         """Local; never raises, because the other ranks wait for the answer."""
-        if not self._enabled or not plan.assumed or self._topology.world == 1:
-            return Summary(0, 0)
+        if not self._enabled or not plan.assumed or not self.is_due:
+            return NOTHING
         try:
             window = max(64, min(WINDOW_BYTES, BUDGET_BYTES // len(plan.assumed)))
             self._sums = array("Q", checksums(flat, plan.assumed, window))
         except (FlashError, RuntimeError) as error:
             log.info("tensors that count as the same on all ranks are not compared: %s", error)
-            return Summary(0, 0)
+            return NOTHING
         return Summary(_names(flat, plan.assumed), _hash(self._sums.tobytes()))
 
-    def compare(self, group: PrivateGroup, summaries: Sequence[Summary], flat: Flat, plan: SavePlan) -> None:
+    def meet(self, group: PrivateGroup, flat: Flat | None, plan: SavePlan | None) -> None:
+        """Gathers the summaries and compares. Collective; a rank that has nothing to save says so with None."""
+        mine = NOTHING if flat is None or plan is None else self.summary(flat, plan)
+        answers = group.gather(_SUMMARY.pack(*mine), _COMPARING)
+        self.compare(group, [Summary(*_SUMMARY.unpack(one)) for one in answers], flat, plan)
+
+    def compare(
+        self, group: PrivateGroup, summaries: Sequence[Summary], flat: Flat | None, plan: SavePlan | None
+    ) -> None:
         """Finds out which tensors differ, where the summaries say that any do. Collective, with the same summaries."""
+        self.is_due = False
         groups: dict[int, list[int]] = {}
         for rank, one in enumerate(summaries):
             if one.digest:
@@ -101,10 +116,10 @@ class Comparer:
             return
         mine = next((ranks for ranks in differing if self._topology.rank in ranks), None)
         most = max(_FEWEST_SUMS, _GATHER_BYTES // 8 // self._topology.world)
-        runs = _runs(len(plan.assumed), most) if mine else []
+        runs = _runs(len(self._sums), most) if mine else []
         sums = array("Q", (_run_sum(self._sums, run) for run in runs))
         answers = group.gather(sums.tobytes(), _COMPARING)
-        if mine is None:
+        if mine is None or flat is None or plan is None:
             return
         theirs = {rank: array("Q", answers[rank]) for rank in mine}
         if len({len(one) for one in theirs.values()}) > 1:
@@ -122,9 +137,13 @@ class Comparer:
         """Checksums of a few tensors, for the shard; () where this generation is none of those that are sampled."""
         if not self._samples or not plan.assumed or not is_sampled(generation.step):
             return ()
-        count = len(plan.assumed)
+        leaves = list(flat.tensors.values())
+        near = [index for index in plan.assumed if leaves[index].is_cpu]  # a device would hold the training thread
+        count = len(near)
+        if not count:
+            return ()
         first = _spread(generation.step) % count
-        picked = tuple(plan.assumed[(first + i) % count] for i in range(min(count, SAMPLE_TENSORS)))
+        picked = tuple(near[(first + i) % count] for i in range(min(count, SAMPLE_TENSORS)))
         try:
             sums = tuple(checksums(flat, picked, SAMPLE_WINDOW_BYTES))
         except (FlashError, RuntimeError):
@@ -191,7 +210,8 @@ def is_sampled(step: int) -> bool:
 def checksums(flat: Flat, which: Iterable[int], window_bytes: int) -> list[int]:
     """One number for each of these tensors, from at most so many bytes of its middle.
 
-    CRC32C where the bytes lie in this process's memory; on an accelerator a weighted sum, which it computes itself.
+    CRC32C where the bytes lie in this process's memory; on an accelerator a weighted sum, which it computes itself; to
+    learn it, this thread waits for what is queued on the device.
     """
     tensors, fqns = list(flat.tensors.values()), list(flat.tensors)
     sums: list[int] = []
@@ -246,9 +266,7 @@ def _keys(flat: Flat, which: Iterable[int]) -> tuple[str, ...]:
 
 
 def _names(flat: Flat, which: Iterable[int]) -> int:
-    leaves = list(flat.tensors.items())
-    named = ((leaves[index][0], leaves[index][1].dtype, tuple(leaves[index][1].shape)) for index in which)
-    return _hash("\0".join(f"{fqn}\0{dtype}\0{shape}" for fqn, dtype, shape in named).encode())
+    return _hash("\0".join(_keys(flat, which)).encode(errors="surrogatepass"))
 
 
 def _hash(data: bytes) -> int:

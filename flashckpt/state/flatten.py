@@ -24,8 +24,9 @@ _WHOLE_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, DTensor, ShardedTe
 class PerRank:
     """Marks a part of the state dict that every rank has its own version of.
 
-    A plain tensor under one key counts as the same on all ranks and is stored once a node. Wrap what
-    differs (`{"noise": PerRank({"generator": state})}`) and each rank gets back what it saved.
+    A plain tensor under one key counts as the same on all ranks: the lowest rank of each node stores it, and all ranks
+    get back that of one rank. Wrap what differs (`{"noise": PerRank({"generator": state})}`) and each rank gets back
+    what it saved.
     """
 
     def __init__(self, value: Any) -> None:

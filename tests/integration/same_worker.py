@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -100,12 +101,14 @@ def gathered(state):
 
 def by_checkpointer(kind, config):
     with flashckpt.Checkpointer(config) as checkpointer:
+        if kind == "prewarmed":
+            checkpointer.prewarm({"states": numbered(0, 0), "own": flashckpt.PerRank(torch.zeros(3))})
         for step in (1, 2):
             state = plain_states(kind, step)
             handle = checkpointer.save(step, state)
             if handle.outcome != "ok":
                 sys.exit(f"{kind}: {handle}")
-            handle.wait("replicated" if config.agent == "auto" else "sealed", timeout=60)
+            handle.wait("sealed" if config.agent == "off" or not config.replicas else "replicated", timeout=60)
             dist.barrier()
         saved = gathered(state)
         live = plain_states(kind, 0)
@@ -127,8 +130,11 @@ def by_sample(config):
 
 def by_dcp(config):
     with flashckpt.Checkpointer(config) as checkpointer:
-        state = numbered(1, dist.get_rank())
-        dcp.save(state, checkpoint_id="step-1", storage_writer=flashckpt.dcp.FlashWriter(checkpointer))
+        for step in (1, 2):  # the second time by the plan that DCP has kept
+            state = numbered(step, dist.get_rank())
+            planner = DefaultSavePlanner(enable_plan_caching=True)
+            writer = flashckpt.dcp.FlashWriter(checkpointer)
+            dcp.save(state, checkpoint_id=f"step-{step}", storage_writer=writer, planner=planner)
         saved = gathered(state)
         zero(state)
         dcp.load(state, storage_reader=flashckpt.dcp.FlashReader(checkpointer))
@@ -177,6 +183,8 @@ def main():
     for kind in kinds:
         name, _, how = kind.partition(":")
         settings = {} if memory_dir == "-" else {"memory_dir": memory_dir, "agent": "off"}
+        if name == "partly":
+            settings["replicas"] = 0
         if how == "ignore":
             settings["same_on_ranks"] = "ignore"
         config = flashckpt.CheckpointConfig(job=f"same-{kind}".replace(":", "-"), start_timeout=60, **settings)

@@ -163,6 +163,15 @@ int simdev_busy(double seconds) {
     return simdev::without_exceptions([&] { simdev::busy(seconds); });
 }
 
+// Stops the current stream until `simdev_release` is called with what is returned.
+void* simdev_hold() { return new simdev::MomentPtr(simdev::hold(simdev::current_stream(simdev::current_device()))); }
+
+void simdev_release(void* held) {
+    auto* moment = static_cast<simdev::MomentPtr*>(held);
+    (*moment)->pass();
+    delete moment;
+}
+
 void simdev_set_bandwidth(double pinned, double pageable) { simdev::set_bandwidth(pinned, pageable); }
 
 // `counts` has room for nine: asynchronous, synchronous and bytes of host to device, device to host, device to device.

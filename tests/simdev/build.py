@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 
 _HERE = Path(__file__).parent
-_SOURCES = sorted(_HERE.glob("*.cpp"))
 _BUILDS = _HERE.parent.parent / "build" / "simdev"
 _TORCH = Path(torch.__file__).parent
 # Torch's headers are system headers here: its warnings are not ours. -O0 compiles fastest, and copies are memcpy's.
@@ -33,13 +32,13 @@ _FLAGS = [
 _LINK = ["-shared", "-pthread", f"-L{_TORCH / 'lib'}", "-lc10", "-ltorch_cpu"]
 
 
-def library() -> Path:
+def library(sources: Path = _HERE, builds: Path = _BUILDS) -> Path:
     """Return the path of the library. Builds it if these sources were not built yet with this torch and compiler.
 
     Processes that call this at the same time wait for the one that builds.
     """
     compiler = shlex.split(os.environ.get("CXX", "g++"))
-    directory = _BUILDS / _key(compiler)
+    directory = builds / _key(compiler, sources)
     built = directory / "libsimdev.so"
     if built.exists():
         return built
@@ -47,13 +46,13 @@ def library() -> Path:
     with (directory / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not built.exists():
-            _build(compiler, directory, built)
+            _build(compiler, sorted(sources.glob("*.cpp")), built)
     return built
 
 
-def _key(compiler: list[str]) -> str:
+def _key(compiler: list[str], sources: Path) -> str:
     digest = hashlib.sha256()
-    for path in sorted([*_HERE.glob("*.cpp"), *_HERE.glob("*.h")]):
+    for path in sorted([*sources.glob("*.cpp"), *sources.glob("*.h")]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     version = _run([*compiler, "--version"])
     # The path of torch is in the key as the flags name it, so that no library is used with another torch's headers.
@@ -62,12 +61,12 @@ def _key(compiler: list[str]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _build(compiler: list[str], directory: Path, built: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=directory) as scratch:
-        objects = [Path(scratch) / f"{source.stem}.o" for source in _SOURCES]
+def _build(compiler: list[str], sources: list[Path], built: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=built.parent) as scratch:
+        objects = [Path(scratch) / f"{source.stem}.o" for source in sources]
         commands = [
             [*compiler, *_FLAGS, "-c", str(source), "-o", str(target)]
-            for source, target in zip(_SOURCES, objects, strict=True)
+            for source, target in zip(sources, objects, strict=True)
         ]
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(_run, commands))

@@ -415,4 +415,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
     }
 }
 
+// Copies resolve these themselves. Torch would do it by a copy, for ever.
+TORCH_LIBRARY_IMPL(aten, Conjugate, library) { library.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, library) { library.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+
 }  // namespace simdev

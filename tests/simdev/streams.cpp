@@ -244,6 +244,12 @@ MomentPtr mark(const c10::Stream& stream) {
     return moment;
 }
 
+MomentPtr hold(const c10::Stream& stream) {
+    auto moment = std::make_shared<Moment>();
+    wait_in_stream(stream, moment);
+    return moment;
+}
+
 void wait_in_stream(const c10::Stream& stream, MomentPtr moment) {
     enqueue(stream, [moment = std::move(moment)] { moment->wait(); });
 }

@@ -72,6 +72,17 @@ def test_what_overlaps_in_two_dimensions_is_cut():
     assert covered_once(plan(ranks), "a", (8, 8))
 
 
+def test_of_assumed_tensors_all_come_from_one_rank():
+    """Two nodes stored them; of what is certain to be equal, the other one writes more in return."""
+    entries = (
+        *(entry(key, (64,), (0,), (64,))._replace(offset_bytes=256 * at) for at, key in enumerate("abcd")),
+        *(entry(key, (64,), (0,), (64,))._replace(offset_bytes=256 * at) for at, key in enumerate("xy", start=4)),
+    )
+    todo = plan([Contribution(rank, entries, (), (), assumed_bytes=4 * 256) for rank in (2, 5)])
+    assert {item.key: item.rank for item in todo.tensors if item.key in "abcd"} == dict.fromkeys("abcd", 2)
+    assert {item.key: item.rank for item in todo.tensors if item.key in "xy"} == dict.fromkeys("xy", 5)
+
+
 def test_a_hole_is_found():
     with pytest.raises(CorruptShardError, match="3 of 4"):
         plan([Contribution(0, (entry("a", (4,), (0,), (3,)),), (), ())])
