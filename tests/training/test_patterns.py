@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -12,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.conftest import torchrun
-from tests.training import harness, ranks
+from tests.conftest import environment, torchrun
+from tests.training import harness, on_sim, ranks
 from tests.training.harness import Run, run_pattern
 from tests.training.patterns import PATTERNS
 
@@ -38,6 +40,30 @@ def test_right_or_refused(name, delayed):
     pattern = PATTERNS[name]
     result = run_pattern(pattern, "cpu", delayed=delayed)
     assert result.problems(pattern, delayed=delayed) == []
+
+
+@pytest.fixture(scope="module")
+def found_on_sim(tmp_path_factory):
+    """What the simulated accelerator's process found, row by row."""
+    out = tmp_path_factory.mktemp("sim") / "found"
+    child = subprocess.run(
+        [sys.executable, on_sim.__file__, str(out)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert child.returncode == 0, child.stdout[-200:] + child.stderr[-4000:]
+    lines = map(json.loads, out.read_text().splitlines())
+    return {row: problems for row, problems, _ in lines}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize("row", on_sim.rows())
+def test_right_or_refused_on_an_accelerator(row, found_on_sim):
+    assert found_on_sim[row] == []
 
 
 @pytest.fixture(scope="module")
