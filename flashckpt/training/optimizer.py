@@ -35,8 +35,9 @@ class _Template:
     """What a load filled, and where each parameter stands in its optimizer."""
 
     owned: Owned
-    groups: list[list[str]]  # names, in the order of the optimizer's groups
     was_fresh: bool
+    options: list[dict[str, Any]]  # of each group, as they were
+    groups: list[list[str]]  # names, in the order of the optimizer's groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +131,12 @@ class OptimizerState:
         self._templates = []
         for owned in self.owned:
             fresh = not owned.optimizer.state
+            # Before torch makes the room: an exception may come meanwhile, when it has set learning rates to zero.
+            template = _Template(owned, fresh, [_options(group) for group in owned.optimizer.param_groups], [])
+            self._templates.append(template)
             with _gradients_aside(owned.optimizer) if fresh else contextlib.nullcontext():
                 state = get_optimizer_state_dict(owned.part, owned.optimizer)
-            groups = [list(group["params"]) for group in cast("list[dict[str, Any]]", state[GROUPS])]
-            self._templates.append(_Template(owned, groups, fresh))
+            template.groups = [list(group["params"]) for group in cast("list[dict[str, Any]]", state[GROUPS])]
             _merge(merged, state, self.renaming, lambda options: options)
         return _without_empty(merged)
 
@@ -161,10 +164,12 @@ class OptimizerState:
         return {self.renaming.saved_name(name) for name in names if not self._was_saved(name)}
 
     def undo(self) -> None:
-        """Nothing was loaded: an optimizer that was fresh is so again."""
+        """Nothing was loaded: an optimizer that was fresh is so again. May be repeated."""
         for template in self._templates:
             if template.was_fresh:
                 template.owned.optimizer.state.clear()
+                for group, options in zip(template.owned.optimizer.param_groups, template.options, strict=True):
+                    group.update(options)
         self._templates = []
 
     def _was_saved(self, name: str) -> bool:
@@ -239,6 +244,10 @@ def _group(names: list[str], saved_options: dict[str, Any], saved: dict[str, str
     return {**(options[0] if options else {}), "params": list(names)}
 
 
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
 def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return torch.equal(a, b)
@@ -261,8 +270,8 @@ def _no_first_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         yield
         return
     marked = parameters[0]
-    marked.grad = torch.zeros_like(marked)
     try:
+        marked.grad = torch.zeros_like(marked)
         yield
     finally:
         marked.grad = None
@@ -273,9 +282,9 @@ def _gradients_aside(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """…and where there is one it would make no room for the moments, and they would be lost without a word."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = [p.grad for p in parameters]
-    for parameter in parameters:
-        parameter.grad = None
     try:
+        for parameter in parameters:
+            parameter.grad = None
         yield
     finally:
         for parameter, gradient in zip(parameters, gradients, strict=True):
