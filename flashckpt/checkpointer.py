@@ -162,7 +162,7 @@ class Checkpointer:
         *,
         extra: Mapping[str, Any] | None = None,
         overlap: bool = False,
-        defers: Callable[[str, torch.Tensor], bool] | None = None,
+        defers: Callable[[str, torch.Tensor], bool | None] | None = None,
         on_begin: Callable[[SaveHandle], None] | None = None,
     ) -> SaveHandle:
         """Copies the state to this node's memory. Once this returns the tensors may be mutated.
@@ -174,9 +174,9 @@ class Checkpointer:
         other values are taken here and now. The next call waits for it. Whoever can't wait any longer calls
         `handle.give_up()` before it mutates them: then the copy is thrown away. A tensor that changes all the same is
         found: the shard is not sealed, the outcome says which it was, and from then on it is copied before this
-        returns. `defers(key, tensor)` says of which tensors the copy may be deferred at all (None: of all); large ones
-        that have not changed since the last save are deferred in any case. `on_begin` gets the handle before the copy
-        begins.
+        returns. `defers(key, tensor)` says whether the copy of a tensor may be deferred; None means: if it is large and
+        has not changed since the last save. Without `defers`, all copies may be. `on_begin` gets the handle before the
+        copy begins.
         """
         with self._alone("save"):
             if self._settings.disabled:
@@ -214,7 +214,7 @@ class Checkpointer:
         generation: Generation,
         prepared: Prepared,
         planned: float,
-        defers: Callable[[str, torch.Tensor], bool],
+        defers: Callable[[str, torch.Tensor], bool | None],
         on_begin: Callable[[SaveHandle], None] | None,
     ) -> None:
         """Returns when the immediate tensors are copied; the deferred ones are copied in the thread."""

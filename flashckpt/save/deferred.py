@@ -76,7 +76,7 @@ class Deferrals:
         return Deferred(handle, self, flat, watched, frozenset(), None, self._timeout, overlapped=False)
 
     def split(
-        self, handle: SaveHandle, flat: Flat, plan: SavePlan, defers: Callable[[str, torch.Tensor], bool]
+        self, handle: SaveHandle, flat: Flat, plan: SavePlan, defers: Callable[[str, torch.Tensor], bool | None]
     ) -> Deferred:
         """For a save that goes on after `save()` has returned. Puts clones in the place of some tensors of `flat`."""
         began = time.perf_counter()
@@ -85,7 +85,7 @@ class Deferrals:
         immediate: list[int] = []
         for i in self._of(plan):
             key, tensor = fqns[i], leaves[i]
-            may = key not in self._changing and (defers(key, tensor) or self._is_steady(key, tensor))
+            may = key not in self._changing and self._may_defer(key, tensor, defers(key, tensor))
             # An inference tensor has no version counter: nothing would show that it was changed.
             (deferred if may and _versions(key, tensor) is not None else immediate).append(i)
         immediate = _clone_on_devices(flat, fqns, leaves, immediate)
@@ -120,6 +120,9 @@ class Deferrals:
         if self._stored is None or self._stored[0] is not plan:
             self._stored = plan, sorted({source.tensor for source in plan.sources})
         return self._stored[1]
+
+    def _may_defer(self, key: str, tensor: torch.Tensor, vouched: bool | None) -> bool:
+        return self._is_steady(key, tensor) if vouched is None else vouched
 
     def _is_steady(self, key: str, tensor: torch.Tensor) -> bool:
         """Whether a large tensor is as it was at the last save: a frozen parameter, say."""

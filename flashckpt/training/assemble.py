@@ -97,17 +97,27 @@ class TrainingState:
         wanted = [part for part in self.parts if only is None or part in only]
         return {part: self._capture(part) for part in wanted}
 
-    def changes_only_in_step(self) -> Callable[[str, torch.Tensor], bool]:
+    def changes_only_in_step(self) -> Callable[[str, torch.Tensor], bool | None]:
         """Tells of a captured tensor whether an optimizer owns it: its parameters, and its state of them.
 
-        Everything else may change at any time: buffers in a forward pass, a learning rate by its scheduler, a teacher,
-        a part of the model whose optimizer is not known.
+        None for a parameter of the model that no optimizer owns: it may be frozen, or a teacher. Everything else may
+        change at any time and is promised to be right all the same: buffers in a forward pass, a learning rate by its
+        scheduler, the user's own states.
         """
         owned = {address_of(parameter) for parameter in self._owned_parameters()} - {0}
+        parts = () if self.model is None else self.model.parts
+        others = {address_of(parameter) for part in parts for parameter in part.parameters()} - {0}
         moments = f"{OPTIMIZER}.{STATE}."
 
-        def defers(key: str, tensor: torch.Tensor) -> bool:
-            return key.startswith(moments) or (key.startswith(f"{MODEL}.") and address_of(tensor) in owned)
+        def defers(key: str, tensor: torch.Tensor) -> bool | None:
+            if key.startswith(moments):
+                return True
+            if not key.startswith(f"{MODEL}."):
+                return False
+            address = address_of(tensor)
+            if address in owned:
+                return True
+            return None if address in others else False
 
         return defers
 
@@ -118,7 +128,11 @@ class TrainingState:
 
     def _capture(self, part: str) -> Any:
         if part == MODEL and self.model is not None:
-            return self.model.capture()
+            known = self.model.renamings
+            captured = self.model.capture()
+            if self.optimizer is not None and self.model.renamings != known:
+                self.optimizer.forget_names()
+            return captured
         if part == OPTIMIZER and self.optimizer is not None:
             return self.optimizer.capture()
         if part == SCHEDULER:

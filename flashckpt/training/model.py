@@ -24,6 +24,7 @@ class ModelState:
         self.parts = tuple(parts)
         self.renaming = Renaming()  # of the load that is under way
         self.tied: dict[str, frozenset[str]] = {}  # in it: names of one and the same tensor
+        self.renamings = 0  # how often the names were found anew: whoever remembers them by parameter forgets them then
         self._names: dict[int, dict[str, str]] = {}  # of each part: state_dict()'s names → the parameters' own
 
     def capture(self) -> dict[str, Any]:
@@ -65,6 +66,7 @@ class ModelState:
         state: dict[str, Any] = part.state_dict()
         known = self._names.get(number)
         if known is None or known.keys() != state.keys():
+            self.renamings += 1
             helped = get_model_state_dict(part)
             known = {key: key.removeprefix("module.").replace("_orig_mod.", "") for key in state}
             if set(known.values()) != set(helped) or len(known) != len(helped):

@@ -145,6 +145,11 @@ class OptimizerState:
             own,
         )
 
+    def forget_names(self) -> None:
+        """Parameters may have other names now, though they are the same: pruning and parametrizations do that."""
+        self._names.clear()
+        self._parts.clear()
+
     def _names_of(self, owned: Owned) -> _Names:
         """torch's helper finds every name anew, which takes longer than the copy of a small state. Remembers them."""
         mine = self._names.get(id(owned.outer))

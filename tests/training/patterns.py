@@ -441,11 +441,12 @@ def optimizer_of_ones_own(run):
 
 
 class _Lookahead(torch.optim.Optimizer):
-    """Every second step it goes back half of the way. Steps an optimizer inside."""
+    """Every second step it goes back half of the way. Steps an optimizer inside, whose state it shares."""
 
     def __init__(self, base):
-        self.base = base
-        super().__init__([{**group} for group in base.param_groups], {})
+        super().__init__(base.param_groups, {})
+        self.base, self.param_groups, self.state = base, base.param_groups, base.state
+        self.slow = {p: p.detach().clone() for group in self.param_groups for p in group["params"]}
         self.steps = 0
 
     @torch.no_grad()
@@ -454,17 +455,17 @@ class _Lookahead(torch.optim.Optimizer):
         self.steps += 1
         for group in self.param_groups:
             for p in group["params"]:
-                slow = self.state[p].setdefault("slow", p.detach().clone())
                 if self.steps % 2 == 0:
-                    slow.lerp_(p, 0.5)
-                    p.copy_(slow)
+                    self.slow[p].lerp_(p, 0.5)
+                    p.copy_(self.slow[p])
 
 
 @right()
 def lookahead(run):
     model = net(run)
     optimizer = _Lookahead(torch.optim.SGD(model.parameters(), lr=0.1))
-    run.manage(model, optimizer)
+    slow = {name: optimizer.slow[p] for name, p in model.named_parameters()}
+    run.manage(model, optimizer, states={"lookahead": slow})
     return trained(run, model, optimizer)
 
 
@@ -483,7 +484,7 @@ def step_post_hook(run):
     return trained(run, model, optimizer)
 
 
-@right()
+@right(**on_host)
 def sparse_gradients(run):
     model = nn.ModuleDict({"words": nn.Embedding(20, 8, sparse=True), "head": nn.Linear(8, 2)}).to(run.device)
     optimizers = [
@@ -766,7 +767,7 @@ def without_an_optimizer(run):
     return cycle
 
 
-@right(group=True)
+@right(group=True, **on_host)
 def distributed_data_parallel(run):
     model = nn.parallel.DistributedDataParallel(net(run))
     optimizer = adamw(model)
@@ -978,16 +979,7 @@ def torch_optimizers_in_backward_not_given(run):
     return lambda: backward(run, model)
 
 
-@right(group=True, devices=("sim",))  # torch asks for an accelerator there
-def parallel_with_optimizers_in_backward(run):
-    model = net(run)
-    optimizers = _in_backward(run, model)
-    parallel = nn.parallel.DistributedDataParallel(model)
-    run.manage(parallel, optimizers)
-    return lambda: backward(run, parallel)
-
-
-@may_refuse(group=True)
+@may_refuse(group=True, **on_host)
 def parallel_with_fused_optimizer(run):
     """DDP runs the optimizer in its communication hook."""
     model = nn.parallel.DistributedDataParallel(net(run))
@@ -1882,8 +1874,8 @@ def hooks_cleared(run):
     return trained(run, model, optimizer)
 
 
-@may_refuse()
-def optimizer_that_steps_an_inner_one(run):
+@right()
+def inner_optimizer_stepped(run):
     """The wrapper was given and does not step; the loop steps what is inside."""
     model = net(run)
     wrapper = _Lookahead(adamw(model))

@@ -131,6 +131,7 @@ def test_what_an_optimizer_owns_changes_only_in_its_step():
         *(f"model.{name}" for name in ("0.weight", "0.bias", "1.weight", "1.bias")),
         *(key for key in tensors if key.startswith("optimizer.state.")),
     }
+    assert {key for key, tensor in tensors.items() if defers(key, tensor) is None} == {"model.2.weight", "model.2.bias"}
     assert "optimizer.param_group_tensors.0.weight.lr" in tensors
 
 
