@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 NATIVE_SOURCES := CMakeLists.txt $(wildcard csrc/*/*) $(wildcard protos/flashckpt/v1/*.proto)
 
-.PHONY: demo test test-slow check check-native bench fuzz spec clean
+.PHONY: demo test test-slow simdev check check-native bench fuzz spec clean
 
 $(STAMP): pyproject.toml constraints.txt $(NATIVE_SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || python3 -m venv $(VENV)
@@ -17,12 +17,16 @@ $(STAMP): pyproject.toml constraints.txt $(NATIVE_SOURCES)
 demo: $(STAMP)
 	$(BIN)/flashckpt demo
 
-test: $(STAMP)
+test: $(STAMP) simdev
 	$(BIN)/python -m pytest -m "not slow"
 
 # Whole launches of many ranks, long simulations: minutes each. CI runs them too.
-test-slow: $(STAMP)
+test-slow: $(STAMP) simdev
 	$(BIN)/python -m pytest -m slow
+
+# The simulated accelerator of the tests, unless build/simdev has it. Tests build it too, but within their time limit.
+simdev: $(STAMP)
+	$(BIN)/python -m tests.simdev
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -88,3 +88,11 @@ def _torchrun():
 @pytest.fixture(name="run_python")
 def _run_python():
     return run_python
+
+
+@pytest.fixture(name="run_on_sim")
+def _run_on_sim():
+    """Runs a snippet or a function in a fresh interpreter that has the simulated accelerator."""
+    from tests.simdev.runner import run_on_sim  # not above: it imports torch, which most tests of agents do without
+
+    return run_on_sim

@@ -7,6 +7,7 @@
 #include <mutex>
 #include <string>
 
+#include "copies.h"
 #include "memory.h"
 #include "operators.h"
 #include "streams.h"
@@ -162,6 +163,15 @@ int simdev_busy(double seconds) {
     return simdev::without_exceptions([&] { simdev::busy(seconds); });
 }
 
+// Stops the current stream until `simdev_release` is called with what is returned.
+void* simdev_hold() { return new simdev::MomentPtr(simdev::hold(simdev::current_stream(simdev::current_device()))); }
+
+void simdev_release(void* held) {
+    auto* moment = static_cast<simdev::MomentPtr*>(held);
+    (*moment)->pass();
+    delete moment;
+}
+
 void simdev_set_bandwidth(double pinned, double pageable) { simdev::set_bandwidth(pinned, pageable); }
 
 // `counts` has room for nine: asynchronous, synchronous and bytes of host to device, device to host, device to device.
@@ -175,7 +185,10 @@ void simdev_counts(int64_t* counts) {
     }
 }
 
-void simdev_reset_counts() { simdev::reset_copy_counts(); }
+void simdev_reset_counts() {
+    simdev::reset_copy_counts();
+    simdev::reset_operators_that_waited();
+}
 
 const char* simdev_operators_that_waited() {
     thread_local std::string lines;

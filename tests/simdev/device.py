@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import dataclasses
 import types
+from typing import TYPE_CHECKING
 
 import torch
 
 from tests.simdev import build
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 POISON = 0xDD
 """The byte that freed memory, and memory that was not written yet, consists of."""
@@ -65,6 +70,19 @@ def load() -> None:
 def busy(seconds: float) -> None:
     """Queue work that takes `seconds` on the current stream."""
     _check(_loaded().simdev_busy(seconds))
+
+
+@contextlib.contextmanager
+def hold() -> Iterator[None]:
+    """Stop the current stream within the block: what is queued on it there runs after the block.
+
+    A test of what is asynchronous needs no timing then. Within the block nothing may wait for that stream.
+    """
+    held = _loaded().simdev_hold()
+    try:
+        yield
+    finally:
+        _loaded().simdev_release(held)
 
 
 def bandwidth(*, pinned: float = 0, pageable: float = 0) -> None:
@@ -132,6 +150,20 @@ def memory_limit(size_bytes: int | None, device: int = 0) -> None:
     _check(_loaded().simdev_set_memory_limit(device, 0 if size_bytes is None else size_bytes))
 
 
+def reset() -> None:
+    """Wait for all devices, then undo what tests set: bandwidth, limits, faults, counts and this thread's last error.
+
+    Raises RuntimeError if work that was queued has failed.
+    """
+    take_last_error()
+    fail_registration(0)
+    bandwidth()
+    for device in range(DEVICE_COUNT):
+        memory_limit(None, device)
+        torch.accelerator.synchronize(device)
+    reset_counts()
+
+
 def _loaded() -> ctypes.CDLL:
     if _library is None:
         raise RuntimeError("expected the simulated accelerator in this process: call simdev.load() first")
@@ -148,6 +180,8 @@ def _declare(library: ctypes.CDLL) -> None:
     number, size, address = ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p
     for name, result, arguments in (
         ("busy", number, [ctypes.c_double]),
+        ("hold", address, []),
+        ("release", None, [address]),
         ("message", ctypes.c_char_p, []),
         ("set_bandwidth", None, [ctypes.c_double, ctypes.c_double]),
         ("counts", None, [ctypes.POINTER(ctypes.c_int64)]),
@@ -187,7 +221,7 @@ def _device_module() -> types.ModuleType:
     module.device_count = lambda: DEVICE_COUNT
     module.current_device = torch.accelerator.current_device_index
     module.set_device = torch.accelerator.set_device_index
-    module.device = torch.accelerator.device_index
+    module.device = lambda device: torch.accelerator.device_index(_with_index(device).index)
     module.current_stream = torch.accelerator.current_stream
     module.set_stream = torch.accelerator.set_stream
     module.stream = lambda stream: stream

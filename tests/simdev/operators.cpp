@@ -5,7 +5,6 @@
 // beforehand, which torch's meta kernels tell, the call returns at once, as a kernel launch does; else it waits.
 #include "operators.h"
 
-#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
@@ -14,7 +13,6 @@
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
-#include <ATen/ops/from_blob.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_as_complex_native.h>
@@ -22,16 +20,16 @@
 #include <ATen/ops/view_native.h>
 #include <torch/library.h>
 
-#include <algorithm>
-#include <cstring>
 #include <map>
 #include <mutex>
 #include <optional>
 #include <utility>
 #include <vector>
 
+#include "copies.h"
 #include "memory.h"
 #include "streams.h"
+#include "tensors.h"
 
 namespace simdev {
 namespace {
@@ -44,44 +42,6 @@ using Stack = torch::jit::Stack;
 const c10::DispatchKeySet kSimKeys(c10::DispatchKey::PrivateUse1);
 const c10::DispatchKeySet kCpuKeys(c10::DispatchKey::CPU);
 const c10::DispatchKeySet kMetaKeys(c10::DispatchKey::Meta);
-
-// Makes `device` current while it lives.
-class OnDevice {
-  public:
-    explicit OnDevice(c10::Device device) : before_(current_device()) {
-        if (device.has_index()) set_current_device(device.index());
-    }
-    ~OnDevice() { set_current_device(before_); }
-    OnDevice(const OnDevice&) = delete;
-    OnDevice& operator=(const OnDevice&) = delete;
-
-  private:
-    const c10::DeviceIndex before_;
-};
-
-bool is_sim(const Tensor& tensor) { return tensor.defined() && tensor.device().type() == kDeviceType; }
-
-// ---- Tensors seen from a worker
-
-// A number that Python wrapped into a tensor does not take part in type promotion. The flag says so.
-Tensor wrapped_as(const Tensor& original, Tensor tensor) {
-    if (original.unsafeGetTensorImpl()->is_wrapped_number()) tensor.unsafeGetTensorImpl()->set_wrapped_number(true);
-    return tensor;
-}
-
-// The same bytes at the address where a worker can use them. Holds no reference to the storage: work that is queued
-// keeps no memory alive, as a kernel does not.
-Tensor for_workers(const Tensor& tensor) {
-    void* address = nullptr;
-    if (tensor.numel() > 0) {
-        address = tensor.data_ptr();
-        if (is_sim(tensor)) address = worker_address(address);
-    }
-    Tensor view = at::from_blob(address, tensor.sizes(), tensor.strides(), at::TensorOptions(tensor.scalar_type()));
-    view._set_conj(tensor.is_conj());
-    view._set_neg(tensor.is_neg());
-    return wrapped_as(tensor, view);
-}
 
 // A CPU tensor's value at the time of the call; what the host does to it later is not seen by what is queued.
 Tensor snapshot(const Tensor& tensor) { return wrapped_as(tensor, tensor.clone()); }
@@ -135,145 +95,6 @@ bool is_set_to(const Tensor& self, const Tensor& other) {
 
 void record_stream(Tensor& self, c10::Stream stream) {
     if (self.storage().data() != nullptr) record_use(self.storage().data(), stream);
-}
-
-// ---- Copies
-
-std::array<CopyCounts, 3> g_copy_counts;
-std::atomic<double> g_pinned_bandwidth{0};
-std::atomic<double> g_pageable_bandwidth{0};
-
-// The link between the host and one device in one direction. Copies of several streams share its bandwidth.
-class Link {
-  public:
-    // Takes the time that `bytes` need on the link. Called by workers.
-    void pass(int64_t bytes, double bandwidth) {
-        const auto duration = std::chrono::duration<double>(static_cast<double>(bytes) / bandwidth);
-        Clock::time_point done;
-        {
-            std::lock_guard<std::mutex> lock(mutex_);
-            done = std::max(Clock::now(), free_at_) + std::chrono::duration_cast<Clock::duration>(duration);
-            free_at_ = done;
-        }
-        sleep_until(done);
-    }
-
-  private:
-    std::mutex mutex_;
-    Clock::time_point free_at_;
-};
-
-Link& link(c10::DeviceIndex index, Direction direction) {
-    static auto* links = new std::array<std::array<Link, 2>, kDeviceCount>();
-    return (*links)[static_cast<size_t>(index)][direction == Direction::kHostToDevice ? 0 : 1];
-}
-
-bool is_plain_memory(const Tensor& tensor) { return tensor.is_non_overlapping_and_dense(); }
-
-// Whether the copy moves bytes as they are, so that a device can do it without a temporary on the host.
-bool is_byte_copy(const Tensor& from, const Tensor& to) {
-    return from.scalar_type() == to.scalar_type() && from.sizes() == to.sizes() && from.strides() == to.strides() &&
-           is_plain_memory(to) && from.is_conj() == to.is_conj() && from.is_neg() == to.is_neg();
-}
-
-// Moves the bytes in slices, each when the link has had the time for it: whoever reads or writes too early sees a
-// copy that is partly done.
-void copy_bytes_paced(char* to, const char* from, int64_t size_bytes, Link& link, double bandwidth) {
-    constexpr int64_t kSlices = 32;
-    constexpr int64_t kSmallestSlice = int64_t{64} << 10;
-    const int64_t slice = std::max(kSmallestSlice, size_bytes / kSlices);
-    for (int64_t at = 0; at < size_bytes; at += slice) {
-        const int64_t length = std::min(slice, size_bytes - at);
-        link.pass(length, bandwidth);
-        std::memcpy(to + at, from + at, static_cast<size_t>(length));
-    }
-}
-
-// One copy between host and device; both tensors are those that workers may use.
-struct HostCopy {
-    Tensor to;
-    Tensor from;
-    c10::DeviceIndex device;
-    Direction direction;
-    bool pinned;
-
-    void run() const {
-        const double bandwidth = pinned ? g_pinned_bandwidth : g_pageable_bandwidth;
-        const int64_t size_bytes = static_cast<int64_t>(to.nbytes());
-        Link& used = link(device, direction);
-        Tensor target = to;
-        if (bandwidth <= 0) {
-            target.copy_(from);
-        } else if (is_byte_copy(from, to)) {
-            copy_bytes_paced(static_cast<char*>(to.data_ptr()), static_cast<const char*>(from.data_ptr()), size_bytes,
-                             used, bandwidth);
-        } else {
-            used.pass(size_bytes, bandwidth);
-            target.copy_(from);
-        }
-    }
-};
-
-// As CUDA: asynchronous if the host memory is pinned and the device can do it alone. It can change the type on
-// its way out, but not on its way in, and strides on the host take a temporary there.
-bool is_asynchronous(const Tensor& self, const Tensor& host, bool pinned, Direction direction, const Tensor& to) {
-    if (!pinned || !host.is_contiguous()) return false;
-    if (direction == Direction::kHostToDevice) {
-        return self.scalar_type() == to.scalar_type() && self.sizes() == to.sizes();
-    }
-    return true;
-}
-
-void copy_with_host(const Tensor& self, const Tensor& to, bool non_blocking) {
-    const bool inbound = is_sim(to);
-    const Direction direction = inbound ? Direction::kHostToDevice : Direction::kDeviceToHost;
-    const Tensor& host = inbound ? self : to;
-    const c10::Device device = inbound ? to.device() : self.device();
-    OnDevice on(device);
-    check_before_launch(device.index());
-
-    const bool pinned = is_plain_memory(host) ? is_pinned_range(host.data_ptr(), host.nbytes())
-                                              : is_pinned(host.data_ptr());
-    const bool asynchronous = non_blocking && is_asynchronous(self, host, pinned, direction, to);
-    CopyCounts& counts = g_copy_counts[static_cast<size_t>(direction)];
-    ++(asynchronous ? counts.asynchronous : counts.synchronous);
-    counts.bytes += static_cast<int64_t>(to.nbytes());
-
-    const c10::Stream stream = current_stream(device.index());
-    HostCopy copy{for_workers(to), for_workers(self).expand(to.sizes()), device.index(), direction, pinned};
-    if (asynchronous) {
-        enqueue(stream, [copy] { copy.run(); });
-        record_pinned_use(host.data_ptr(), stream);
-    } else {
-        run_and_wait(stream, [&] { copy.run(); });
-        raise_failure_of_work(device.index());
-    }
-}
-
-// On the source's current stream. Between devices, what is queued on the target's current stream comes before it,
-// and what is queued there later comes after it.
-void copy_between_devices(const Tensor& self, const Tensor& to) {
-    const c10::Stream stream = current_stream(self.device().index());
-    const c10::Stream other = current_stream(to.device().index());
-    check_before_launch(self.device().index());
-    CopyCounts& counts = g_copy_counts[static_cast<size_t>(Direction::kDeviceToDevice)];
-    ++counts.asynchronous;
-    counts.bytes += static_cast<int64_t>(to.nbytes());
-    if (other != stream) wait_in_stream(stream, mark(other));
-    enqueue(stream, [target = for_workers(to), source = for_workers(self).expand(to.sizes())]() mutable {
-        target.copy_(source);
-    });
-    if (other != stream) wait_in_stream(other, mark(stream));
-}
-
-Tensor copy_from(const Tensor& self, const Tensor& to, bool non_blocking) {
-    if (to.numel() == 0) return to;
-    if (is_sim(self) && is_sim(to)) {
-        copy_between_devices(self, to);
-    } else {
-        copy_with_host(self, to, non_blocking);
-    }
-    return to;
 }
 
 Tensor copy_from_and_resize(const Tensor& self, const Tensor& to) {
@@ -393,7 +214,7 @@ class Call {
         try {
             at::AutoDispatchBelowADInplaceOrView no_autograd;
             op_.redispatchBoxed(kMetaKeys, &stack);
-        } catch (const c10::Error&) {
+        } catch (const std::exception&) {  // torch's own, or Python's: some meta kernels are written in Python
             return std::nullopt;  // if the call is wrong, computing it says why
         }
         return stack;
@@ -424,33 +245,43 @@ class Call {
     }
 
     std::vector<IValue> queue(const c10::Stream& stream, const Stack& shapes) {
-        std::vector<IValue> results;
-        std::vector<std::pair<size_t, IValue>> computed;  // results that are no argument, as workers see them
-        for (size_t index = 0; index < schema_.returns().size(); ++index) {
-            if (const auto argument = argument_returned_as(index)) {
-                fit_argument(*argument, shapes, index);
-                results.push_back(arguments_[*argument]);
-                continue;
-            }
-            IValue fresh = change_tensors(shapes[index], allocate_like);
-            computed.emplace_back(index, change_tensors(fresh, worker_view));
-            results.push_back(std::move(fresh));
-        }
         Stack inputs;
         for (const IValue& argument : arguments_) inputs.push_back(change_tensors(argument, queued_input));
+        std::vector<IValue> results;
+        std::vector<std::pair<size_t, IValue>> computed;  // results for which there is memory, as workers see it
+        for (size_t index = 0; index < schema_.returns().size(); ++index) {
+            IValue result;
+            if (const auto argument = argument_returned_as(index)) {
+                result = arguments_[*argument];
+                results.push_back(result);
+                if (index >= shapes.size() || !may_be_resized(result, shapes[index])) continue;  // written in place
+                // The kernel gets a tensor on the host, whose size it can change. The device's is resized now.
+                inputs[*argument] = at::empty({0}, at::TensorOptions(result.toTensor().scalar_type()));
+                if (result.toTensor().sizes() != shapes[index].toTensor().sizes()) {
+                    resize_(result.toTensor(), shapes[index].toTensor().sizes(), std::nullopt);
+                }
+            } else {
+                result = change_tensors(shapes[index], allocate_like);
+                results.push_back(result);
+            }
+            computed.emplace_back(index, change_tensors(result, worker_view));
+        }
         enqueue(stream, [op = op_, inputs = std::move(inputs), computed = std::move(computed)]() mutable {
-            op.redispatchBoxed(kCpuKeys, &inputs);
-            for (const auto& [index, target] : computed) copy_value(inputs[index], target);
+            try {
+                op.redispatchBoxed(kCpuKeys, &inputs);
+                for (const auto& [index, target] : computed) copy_value(inputs[index], target);
+            } catch (c10::Error& error) {
+                error.add_context("raised by " + c10::toString(op.operator_name()) + ", which sim had queued");
+                throw;
+            }
         });
         return results;
     }
 
-    // An `out=` tensor of another shape is resized before anything is queued.
-    void fit_argument(size_t argument, const Stack& shapes, size_t result) const {
-        if (result >= shapes.size() || !shapes[result].isTensor()) return;
-        const Tensor& shape = shapes[result].toTensor();
-        const Tensor& tensor = arguments_[argument].toTensor();
-        if (tensor.sizes() != shape.sizes()) resize_(tensor, shape.sizes(), std::nullopt);
+    // Whether the kernel changes the shape of this `out=`. Those of losses do so with a scalar, there and back.
+    bool may_be_resized(const IValue& result, const IValue& shape) const {
+        if (is_in_place() || !shape.isTensor()) return false;
+        return result.toTensor().dim() == 0 || result.toTensor().sizes() != shape.toTensor().sizes();
     }
 
     static Tensor worker_view(const Tensor& tensor) { return tensor.defined() ? for_workers(tensor) : tensor; }
@@ -537,23 +368,6 @@ void run_operator(const c10::OperatorHandle& op, Stack* stack) {
 
 }  // namespace
 
-const CopyCounts& copy_counts(Direction direction) { return g_copy_counts[static_cast<size_t>(direction)]; }
-
-void reset_copy_counts() {
-    for (CopyCounts& counts : g_copy_counts) {
-        counts.asynchronous = 0;
-        counts.synchronous = 0;
-        counts.bytes = 0;
-    }
-    std::lock_guard<std::mutex> lock(g_waited_mutex);
-    g_waited.clear();
-}
-
-void set_bandwidth(double pinned, double pageable) {
-    g_pinned_bandwidth = pinned;
-    g_pageable_bandwidth = pageable;
-}
-
 void busy(double seconds) {
     check_before_launch(current_device());
     enqueue(current_stream(current_device()), [seconds] { sleep_for(seconds); });
@@ -564,6 +378,11 @@ std::string operators_that_waited() {
     std::string lines;
     for (const auto& [name, calls] : g_waited) lines += name + " " + std::to_string(calls) + "\n";
     return lines;
+}
+
+void reset_operators_that_waited() {
+    std::lock_guard<std::mutex> lock(g_waited_mutex);
+    g_waited.clear();
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
@@ -589,9 +408,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
     library.impl("_copy_from", &copy_from);
     library.impl("_copy_from_and_resize", &copy_from_and_resize);
     library.impl("_local_scalar_dense", &local_scalar_dense);
-    // These would else be taken apart, or refused, before the fallback is asked; the CPU's own kernels give the CPU's
+    // Torch would take these apart, or refuse them, before it asks the fallback. The CPU's own kernels give the CPU's
     // own numbers.
-    for (const char* name : {"native_layer_norm", "convolution", "convolution_backward"}) {
+    for (const char* name : {"native_layer_norm", "convolution", "convolution_backward", "silu_backward"}) {
         library.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_operator>());
     }
 }

@@ -1,5 +1,6 @@
 #include "streams.h"
 
+#include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/util/Exception.h>
 
@@ -75,6 +76,7 @@ class Worker {
     void run() {
         // A worker computes, it never records for a backward pass.
         at::AutoDispatchBelowADInplaceOrView no_autograd;
+        at::init_num_threads();  // as many as torch.set_num_threads said, or the results differ in the last bits
         for (;;) {
             Work work = take();
             try {
@@ -239,6 +241,12 @@ void run_and_wait(const c10::Stream& stream, const Work& work) {
 MomentPtr mark(const c10::Stream& stream) {
     auto moment = std::make_shared<Moment>();
     enqueue(stream, [moment] { moment->pass(); });
+    return moment;
+}
+
+MomentPtr hold(const c10::Stream& stream) {
+    auto moment = std::make_shared<Moment>();
+    wait_in_stream(stream, moment);
     return moment;
 }
 

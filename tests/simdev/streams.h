@@ -27,10 +27,9 @@ class Moment {
     void wait() const;
     Clock::time_point time() const;
 
-  private:
-    friend std::shared_ptr<Moment> mark(const c10::Stream& stream);
     void pass();
 
+  private:
     std::optional<Clock::time_point> passed_at_;  // guarded by the one lock for all moments
 };
 using MomentPtr = std::shared_ptr<Moment>;
@@ -52,6 +51,8 @@ void enqueue(const c10::Stream& stream, Work work);
 // Queues `work` and waits for it. Its exception is rethrown here.
 void run_and_wait(const c10::Stream& stream, const Work& work);
 MomentPtr mark(const c10::Stream& stream);
+// Stops `stream` at this place until somebody calls `pass` of what is returned.
+MomentPtr hold(const c10::Stream& stream);
 // Makes everything queued on `stream` from now on wait for `moment`.
 void wait_in_stream(const c10::Stream& stream, MomentPtr moment);
 
