@@ -1,6 +1,7 @@
 """What the ways of copying cost on a simulated device whose pinned copies are twice as fast as pageable ones.
 
-`python -m tests.devices.ratios [pageable bytes per second]` prints seconds and ratios. A figure of how the work overlaps, not of any accelerator.
+`python -m tests.devices.ratios [pageable bytes per second]` prints seconds and ratios: of how work overlaps, not of any
+accelerator.
 """
 
 from __future__ import annotations
@@ -66,9 +67,8 @@ def main(pageable_rate):
             }
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-    print(
-        f"{SIZE_BYTES >> 20} MiB in {TENSORS} tensors; pinned {pinned_rate:g}, pageable {pageable_rate:g} bytes per second"
-    )
+    rates = f"pinned {pinned_rate:g}, pageable {pageable_rate:g} bytes per second"
+    print(f"{SIZE_BYTES >> 20} MiB in {TENSORS} tensors; {rates}")
     for what, found in (("save", saves), ("load", loads)):
         for way, seconds in found.items():
             print(f"{what:5} {way:11} {seconds:6.3f} s  {found['pageable'] / seconds:5.2f} x")
