@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def test_fresh_objects_go_on_bit_for_bit(torchrun, memory_dir, tmp_path):
-    kinds = ("accelerate", "ddp-sgd", "fsdp", "tp", "flat", "flat-names", "flat-sgd")
+    kinds = ("accelerate", "ddp-sgd", "fsdp", "fsdp-rows", "tp", "flat", "flat-names", "flat-sgd")
     code, output = torchrun(2, WORKER, "resume", memory_dir, tmp_path, *kinds)
     assert code == 0, output
 

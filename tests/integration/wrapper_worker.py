@@ -21,6 +21,27 @@ from torch.nn.parallel import DistributedDataParallel
 import flashckpt
 
 
+class Rows(torch.optim.Optimizer):
+    """As Adafactor: its moments have other shapes than the parameters, and are sharded as they are."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None or parameter.dim() < 2:
+                    continue
+                rows = parameter.grad.square().mean(-1)
+                state = self.state[parameter]
+                if not state:
+                    state["rows"], state["step"] = torch.zeros_like(rows), 0
+                state["step"] += 1
+                state["rows"].lerp_(rows, 0.1)
+                parameter.sub_(parameter.grad / (state["rows"].unsqueeze(-1).sqrt() + 1e-3), alpha=group["lr"])
+
+
 def plain_model(seed):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
@@ -31,7 +52,7 @@ def plain_model(seed):
 def sharded(kind, seed):
     model = plain_model(seed)
     world = dist.get_world_size()
-    if kind == "fsdp":
+    if kind.startswith("fsdp"):
         fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
         return model
     if kind == "tp":
@@ -56,7 +77,7 @@ def build(kind, seed):
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
         return accelerator.prepare(model, optimizer, scheduler)
-    cls = torch.optim.SGD if kind.endswith("sgd") else torch.optim.AdamW
+    cls = {"sgd": torch.optim.SGD, "rows": Rows}.get(kind.rpartition("-")[2], torch.optim.AdamW)
     if kind.startswith("zero"):
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
