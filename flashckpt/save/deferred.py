@@ -35,6 +35,8 @@ RECHECKED_SAVES = 2
 STEADY_BYTES = 1 << 20
 # So much of the immediate tensors is cloned, all together; the rest is copied into the slot while save() waits.
 CLONED_BYTES = 4 << 20
+# From here on the memory of a tensor may go back to the system when it is freed: to read it then would end the process.
+_HELD_BYTES = 64 << 10
 _NAMED = 5  # keys in a message
 
 
@@ -94,6 +96,7 @@ class Deferrals:
         decided = time.perf_counter()
         left = _clone_small(flat, fqns, leaves, immediate)
         cloned = time.perf_counter()
+        _hold(flat, fqns, leaves, deferred)
         checksums = None
         if deferred and (self._recheck or self._rechecks_left > 0):
             self._rechecks_left -= 1
@@ -256,6 +259,16 @@ def _clone_on_devices(flat: Flat, fqns: list[str], leaves: list[torch.Tensor], i
         else:
             flat.tensors[fqns[i]] = clone
     return left
+
+
+def _hold(flat: Flat, fqns: list[str], leaves: list[torch.Tensor], deferred: list[int]) -> None:
+    """Puts aliases in the place of large tensors, which keep the memory if somebody gives the tensor another one.
+
+    `state["exp_avg"].data = …` and `set_` do that, where state is offloaded. What a model tells are aliases already.
+    """
+    for i in deferred:
+        if type(leaves[i]) is torch.Tensor and leaves[i].nbytes >= _HELD_BYTES:
+            flat.tensors[fqns[i]] = leaves[i].detach()
 
 
 def _clone_small(flat: Flat, fqns: list[str], leaves: list[torch.Tensor], immediate: list[int]) -> frozenset[int]:

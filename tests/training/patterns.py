@@ -1553,22 +1553,6 @@ def moments_exchanged_by_data(run):
     return misbehaves(run, exchange)
 
 
-@may_refuse(**on_host)
-def storage_released_after_save(run):
-    """Offloading by resizing: for a while the tensor has no memory at all."""
-
-    def release(model, optimizer):
-        for state in optimizer.state.values():
-            storage = state["exp_avg"].untyped_storage()
-            kept, length = state["exp_avg"].clone(), storage.nbytes()
-            storage.resize_(0)
-            backward(run, model)
-            storage.resize_(length)
-            state["exp_avg"].copy_(kept)
-
-    return misbehaves(run, release)
-
-
 # Large ones: what is copied in save() is cloned only up to a few MiB, and what did not change for long may be deferred.
 
 
@@ -1683,6 +1667,32 @@ def large_teacher_by_data(run):
             p.data.mul_(0.9).add_(1)
 
     return trained(run, model["student"], optimizer, before=follow)
+
+
+@may_refuse(**on_host)
+def large_moments_exchanged_by_data(run):
+    """The old memory would go back to the system, and a copy that still reads it would end the process."""
+    model = nn.Linear(3072, 3072, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    run.manage(model, optimizer)
+
+    def exchange():
+        momentum = optimizer.state[model.weight]["momentum_buffer"]
+        if run.saves % 2:
+            momentum.data = torch.zeros(1)
+        else:
+            momentum.set_(torch.zeros(1))
+        run.wait_until_copied()
+        optimizer.state.clear()
+
+    def cycle():
+        if run.saves:
+            exchange()
+        model(torch.randn(2, 3072)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return cycle
 
 
 @may_refuse(saves=7)
