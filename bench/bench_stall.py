@@ -5,8 +5,8 @@
 One process trains a real model (linear layers, AdamW) whose parameters and moments make up that size. Blocks of a few
 steps take turns, in rotating order: without a save, with one that is overlapped, with one that is not, with one that is
 overlapped and proved by checksums (`verify="recheck"`). Each block of the latter three begins with a save. Every
-slowdown is a block against the block without a save of the same round. With `--sweep` the overlapped copy is measured with other
-numbers of threads and priorities as well.
+slowdown is a block against the block without a save of the same round. With `--sweep` the overlapped copy is measured
+with other numbers of threads and priorities as well.
 """
 
 from __future__ import annotations

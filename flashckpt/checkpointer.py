@@ -117,7 +117,7 @@ class Checkpointer:
     ) -> None:
         self.config = config or CheckpointConfig()
         self._settings = resolve(self.config)
-        self._turns = Turns(self._mend, self.settle)
+        self._turns = Turns(self._mend, self._begin)
         self._closed = self._all_closed = False
         self._outcomes = Outcomes(self.config)
         self._overlap = Overlap()
@@ -131,6 +131,7 @@ class Checkpointer:
         except BaseException:
             self._closed = self._all_closed = True
             undo.close()
+            resume_collector()
             raise
 
     def _open(self, process_group: dist.ProcessGroup | None, undo: contextlib.ExitStack) -> None:
@@ -565,6 +566,11 @@ class Checkpointer:
         return self._settings.disabled
 
     @property
+    def is_busy(self) -> bool:
+        """A call is under way, in this thread or another."""
+        return self._turns.is_busy
+
+    @property
     def threads(self) -> int:
         return self._threads
 
@@ -590,9 +596,12 @@ class Checkpointer:
         self._check_open()
         return self._turns.take(doing, 0 if self._settings.disabled else self._group.rounds)
 
+    def _begin(self) -> None:
+        resume_collector()  # which an exception may have kept from being resumed
+        self.settle()
+
     def _mend(self, broken: Turn) -> None:
         """Before the first call after one that ended with an exception, at whatever instruction. May be repeated."""
-        resume_collector()
         if self._settings.disabled:
             return
         if not broken.has_failed:

@@ -23,6 +23,7 @@ class _Pause:
         self._lock = threading.Lock()  # protects what follows
         self._who: dict[int, int] = {}  # how often, by thread
         self._was_on = False
+        self._is_paused = False  # from before it is switched off until after it is on again
         self._watches_forks = False
 
     def begin(self) -> None:
@@ -30,34 +31,37 @@ class _Pause:
             if not self._watches_forks:
                 os.register_at_fork(after_in_child=self._forget)
                 self._watches_forks = True
-            thread = threading.get_ident()
-            if not self._who:
+            if not self._is_paused:
                 self._was_on = gc.isenabled()
+                self._is_paused = True
+            thread = threading.get_ident()
             self._who[thread] = self._who.get(thread, 0) + 1
             gc.disable()
 
     def end(self) -> None:
         with self._lock:
-            # A child that was forked meanwhile has nobody left to end.
             thread = threading.get_ident()
-            if not (count := self._who.pop(thread, 0)):
-                return
+            count = self._who.pop(thread, 0)  # none in a child that was forked meanwhile
             if count > 1:
                 self._who[thread] = count - 1
-            elif not self._who and self._was_on:
-                gc.enable()
+            self._resume_if_last()
 
     def end_all(self) -> None:
         with self._lock:
-            if self._who.pop(threading.get_ident(), 0) and not self._who and self._was_on:
+            self._who.pop(threading.get_ident(), 0)
+            self._resume_if_last()
+
+    def _resume_if_last(self) -> None:
+        if not self._who and self._is_paused:
+            if self._was_on:
                 gc.enable()
+            self._is_paused = False
 
     def _forget(self) -> None:
         """In the child of a fork: the threads that paused it, and perhaps held the lock, are not there."""
         self._lock = threading.Lock()
-        if self._who and self._was_on:
-            gc.enable()
         self._who = {}
+        self._resume_if_last()
 
 
 _pause = _Pause()

@@ -175,7 +175,7 @@ class CheckpointConfig:
     """Whether a save that fails for lack of memory or the like only logs, or also raises."""
 
     save_timeout: float = 60.0
-    """Seconds a save may wait for other ranks."""
+    """Seconds a save may wait for other ranks, and `close()` takes at most."""
 
     start_timeout: float = 300.0
     """Seconds that start, load and the first save may wait for other ranks."""

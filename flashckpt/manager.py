@@ -25,6 +25,7 @@ from flashckpt.training.rng import restore_rng
 from flashckpt.training.share import dataloader_of_rank_0
 from flashckpt.training.stopping import SignalHandlers, StopBoard
 from flashckpt.types import Level, Outcome
+from flashckpt.workers import begin_in_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -84,15 +85,20 @@ class CheckpointManager:
         self._loaded_step: int | None = None
         self._prewarmed = False  # or nothing is left to make ahead
         self._locked = False
-        self._closed = False
+        self._loading = False
+        self._closed = self._all_closed = False
         self._signals: SignalHandlers | None = None
         self._pending: dict[str, Any] = {}
         self._initial: LoadResult | None = None
         self._to_flush: list[SaveHandle] = []
-        self._checkpointer = Checkpointer(self.config, process_group=process_group)
-        self._cooldown = self._make_cooldown()
         self._gate = OptimizerGate(self.config.save_timeout, self._recorder.held)
-        self._gate.install()
+        self._checkpointer = Checkpointer(self.config, process_group=process_group)
+        try:
+            self._cooldown = self._make_cooldown()
+            self._gate.install()
+        except BaseException:
+            self.close()
+            raise
 
     def _make_cooldown(self) -> Cooldown:
         if self._checkpointer.disabled:
@@ -199,8 +205,11 @@ class CheckpointManager:
 
     def _poll(self) -> None:
         """What happened in the background since the last call."""
-        self._to_flush = [handle for handle in self._to_flush if not self._is_asked_for(handle)]
+        self._ask_flushes()
         self._recorder.poll()
+
+    def _ask_flushes(self) -> None:
+        self._to_flush = [handle for handle in self._to_flush if not self._is_asked_for(handle)]
 
     def _is_asked_for(self, handle: SaveHandle) -> bool:
         try:
@@ -339,16 +348,29 @@ class CheckpointManager:
 
     @contextlib.contextmanager
     def _renamed(self, renaming: Renaming) -> Iterator[None]:
-        owners = [owner for owner in (self._state.model, self._state.optimizer) if owner is not None]
-        for owner in owners:
-            owner.renaming = renaming
         try:
+            self._loading = True
+            self._rename(renaming)
             yield
         finally:
-            for owner in owners:
-                owner.renaming = Renaming()
+            try:
+                self._end_load()
+            except BaseException:
+                self._end_load()
+                raise
+
+    def _rename(self, renaming: Renaming) -> None:
+        for owner in (self._state.model, self._state.optimizer):
+            if owner is not None:
+                owner.renaming = renaming
+
+    def _end_load(self) -> None:
+        """May be repeated."""
+        if self._loading:
             if self._state.optimizer is not None:
                 self._state.optimizer.end_load()
+            self._rename(Renaming())
+            self._loading = False
 
     def apply_dataloader_state(self, dataloader: Any) -> bool:
         """Hands a data loader that was made after `load` the state that was kept for it. False: there is none."""
@@ -402,8 +424,8 @@ class CheckpointManager:
         self._check_free("lock")
         self.maybe_wait_for_staging()
         self._checkpointer.settle()
-        self._locked = True
         try:
+            self._locked = True
             yield
         finally:
             self._locked = False
@@ -485,18 +507,26 @@ class CheckpointManager:
         return handle
 
     def close(self) -> None:
-        """Waits for a copy that is under way, and lets go of hooks and handlers. May be called twice."""
-        if self._closed:
-            return
+        """Waits for a copy that is under way, and lets go of hooks and handlers.
+
+        Takes at most save_timeout, as `Checkpointer.close`. May be called twice; where an exception ended it, once more
+        to finish it.
+        """
         self._closed = True
-        self.maybe_wait_for_staging()
+        if self._all_closed:
+            return
+        deadline = time.monotonic() + self.config.save_timeout
+        self._end_load()
+        with contextlib.suppress(Exception):  # its handle tells
+            self._checkpointer.settle(0.5 * self.config.save_timeout)
         self._gate.remove()
         if self._signals is not None:
             self._signals.restore()
-        with contextlib.suppress(FlashError):  # its handle tells
-            self._checkpointer.settle()
-        self._poll()
-        self._checkpointer.close()
+        # In a thread: whoever has lost its agent waits for another one.
+        begin_in_thread(self._ask_flushes, "flashckpt-flush").wait(0.2 * self.config.save_timeout)
+        self._recorder.poll()
+        self._checkpointer.close(max(0.0, deadline - time.monotonic()))
+        self._all_closed = True
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -514,6 +544,8 @@ class CheckpointManager:
 
     def _check_free(self, doing: str) -> None:
         self._check_open()
+        if self._loading and not self._checkpointer.is_busy:
+            self._end_load()  # one that an exception ended, in the very moment when it was ended
         if self._locked:
             raise ConflictError(f"{doing}() within lock()", hint="leave the `with manager.lock()` block first")
 

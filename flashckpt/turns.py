@@ -32,6 +32,12 @@ class Turns:
         """For a `with`. ConflictError there, where another call is under way."""
         return Turn(self, doing, since)
 
+    @property
+    def is_busy(self) -> bool:
+        """A call is under way."""
+        current = self._current
+        return current is not None and current.is_under_way()
+
     def enter(self, turn: Turn) -> None:
         with self._lock:
             other = self._current

@@ -49,7 +49,7 @@ def environment(**extra):
 
 def torchrun(ranks, script, *arguments, timeout=400, launcher=(), **extra):
     """Runs a script on `ranks` real trainers; the whole process group is gone when this returns."""
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
+    command = [sys.executable, "-u", "-W", "ignore", "-m", "tests.warm_torchrun", "--standalone"]
     command += [f"--nproc-per-node={ranks}", *launcher, str(script), *map(str, arguments)]
     child = subprocess.Popen(
         command,

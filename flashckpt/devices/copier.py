@@ -31,7 +31,6 @@ log = logging.getLogger(__name__)
 
 Way = Literal["registered", "ring", "plain"]
 
-_MOST_SLOTS = 8
 # With a budget, chunks are this short in time: between two of them a collective gets the link for itself.
 _CHUNK_SECONDS = 0.05
 _LEAST_CHUNK_BYTES = 64 << 10
@@ -90,7 +89,7 @@ class Queued:
 
 class Copier:
     """Owns the side streams, the registration of slots with device drivers, and the pinned buffers. One copy at a time;
-    `pin` and `keep_only` in any thread."""
+    `pin`, `keep_only` and `forget` in any thread."""
 
     def __init__(
         self,
@@ -98,10 +97,9 @@ class Copier:
         registrars: Mapping[str, Callable[[], Registrar]] | None = None,
         bytes_per_second: int | None = None,
         threads: int = 1,
-        most_slots: int = _MOST_SLOTS,
     ) -> None:
         """`registrars`: by device type, instead of the table of all. `bytes_per_second`: a budget for all devices
-        together. `threads` move bytes from pinned buffers into the slot. `most_slots` stay registered."""
+        together. `threads` move bytes from pinned buffers into the slot."""
         self._registrars = all_registrars() if registrars is None else dict(registrars)
         self._throttle = Throttle(bytes_per_second)
         self._has_budget = bytes_per_second is not None
@@ -109,7 +107,6 @@ class Copier:
         if bytes_per_second is not None:
             self._chunk_bytes = min(CHUNK_BYTES, max(_LEAST_CHUNK_BYTES, int(bytes_per_second * _CHUNK_SECONDS)))
         self._threads = threads
-        self._most_slots = most_slots
         self._lock = threading.RLock()  # protects what follows
         self._streams: dict[torch.device, torch.Stream] = {}
         self._expected: dict[str, torch.device] = {}  # one device per type that states lie on
@@ -188,18 +185,19 @@ class Copier:
 
     def keep_only(self, size_bytes: int) -> None:
         """Let registered slots of any other size go, so that the store can resize or remove them."""
-        with self._lock:
-            known = list(self._memory.values())
-        for memory in known:
-            if memory is not None:
-                memory.keep_only(size_bytes)
+        for memory in self._all_memory():
+            memory.keep_only(size_bytes)
+
+    def forget(self, data: memoryview) -> None:
+        """Let a registered slot go whose file was removed: registered it stays mapped, and keeps its memory."""
+        for memory in self._all_memory():
+            memory.remove(data)
 
     def close(self) -> None:
         """Unregister all memory and give the buffers back. No copy is under way."""
         with self._lock:
-            for memory in self._memory.values():
-                if memory is not None:
-                    memory.close()
+            for memory in self._all_memory():
+                memory.close()
             self._memory.clear()
             self._rings.clear()
             self._streams.clear()
@@ -214,7 +212,7 @@ class Copier:
             with self._stream(device):  # makes the device the current one
                 if kind not in self._memory:
                     make = self._registrars.get(kind)
-                    self._memory[kind] = None if make is None else RegisteredMemory(make(), self._most_slots)
+                    self._memory[kind] = None if make is None else RegisteredMemory(make())
                 memory = self._memory[kind]
                 if memory is not None and memory.add(data):
                     way = "registered"
@@ -243,6 +241,10 @@ class Copier:
             for bits, offset in _cut(copies, self._chunk_bytes, whole=registered and not self._has_budget):
                 self._throttle.take(bits.numel() * bits.itemsize)
                 place(area, offset, bits).copy_(bits, non_blocking=registered)
+
+    def _all_memory(self) -> list[RegisteredMemory]:
+        with self._lock:
+            return [memory for memory in self._memory.values() if memory is not None]
 
     def _stream(self, device: torch.device) -> torch.Stream:
         with self._lock:

@@ -50,11 +50,8 @@ def registrars() -> dict[str, Callable[[], Registrar]]:
 class RegisteredMemory:
     """The slots that are registered with the driver of one device type. Any thread may call."""
 
-    def __init__(self, registrar: Registrar, most: int) -> None:
-        """`most`: the one that was used the longest time ago goes first. A slot that the agent gave up meanwhile is
-        never used again, and would keep its memory."""
+    def __init__(self, registrar: Registrar) -> None:
         self._registrar = registrar
-        self._most = most
         self._lock = threading.Lock()
         self._failed = False
         # SAFETY: holding a view keeps the slot mapped for as long as the driver has it registered; the store does
@@ -77,11 +74,8 @@ class RegisteredMemory:
             if self._failed:
                 return False
             self._let_go_other_sizes(whole.nbytes)
-            held = self._held.pop(address, None)
-            if held is not None:
-                self._held[address] = held  # behind the others: it was used just now
+            if address in self._held:
                 return True
-            self._let_go(list(self._held)[: max(0, len(self._held) + 1 - self._most)])
             try:
                 self._failed = not self._registrar.register(address, whole.nbytes)
             except Exception as error:
@@ -97,6 +91,12 @@ class RegisteredMemory:
         """Let slots of any other size go: the state has grown or shrunk, and the store resizes or removes them."""
         with self._lock:
             self._let_go_other_sizes(size_bytes)
+
+    def remove(self, data: memoryview) -> None:
+        """Let the slot go that `data` is a part of, if it is registered."""
+        address = address_of(_whole(data))
+        with self._lock:
+            self._let_go([address] if address in self._held else [])
 
     def close(self) -> None:
         with self._lock:

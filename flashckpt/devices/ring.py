@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-CHUNK_BYTES = 16 << 20
+CHUNK_BYTES = 8 << 20
 _BUFFERS = 2
 _ALIGN_BYTES = 64
 _NO_CRCS = b""

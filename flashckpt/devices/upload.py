@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -12,6 +13,8 @@ from flashckpt.devices.streams import event_of, side_stream, synchronize
 
 if TYPE_CHECKING:
     from types import TracebackType
+
+log = logging.getLogger(__name__)
 
 
 class Upload:
@@ -40,10 +43,11 @@ class Upload:
 
     def put(self, source: torch.Tensor, into: torch.Tensor) -> None:
         """Copy `source`, a view of the current buffer, into a tensor of whatever device, stride or dtype."""
-        if into.is_cpu:
+        stream = None if into.is_cpu else self._stream(into.device)
+        if stream is None:
             copy_into(into, source)
             return
-        with self._stream(into.device):
+        with stream:
             copy_into(into, source, non_blocking=self._buffers[self._turn].is_pinned())
 
     def __enter__(self) -> Self:
@@ -55,19 +59,25 @@ class Upload:
         synchronize(self._streams.values())
 
     def _allocate(self) -> torch.Tensor:
-        if self._device is not None:
-            with self._stream(self._device):
+        stream = None if self._device is None else self._stream(self._device)
+        if self._device is not None and stream is not None:
+            with stream:
                 buffer = pinned_buffer(self._device, self.buffer_bytes)
             if buffer is not None:
                 return buffer
         return torch.empty(self.buffer_bytes, dtype=torch.uint8)
 
-    def _stream(self, device: torch.device) -> torch.Stream:
-        """Return our stream of the device, which begins behind what the caller has queued there."""
+    def _stream(self, device: torch.device) -> torch.Stream | None:
+        """Return our stream of the device, which begins behind what the caller has queued there. None: its backend has
+        no streams, and each copy is waited for."""
         stream = self._streams.get(device)
         if stream is None:
-            stream = side_stream(device)
-            stream.wait_event(event_of(device))
+            try:
+                stream = side_stream(device)
+                stream.wait_event(event_of(device))
+            except RuntimeError as error:
+                log.debug("no stream of %s: %s", device, error)
+                return None
             self._streams[device] = stream
         return stream
 

@@ -52,12 +52,9 @@ class ShardWriter:
         self._job = job
         self._config = config
         self._threads = threads
-        self._copier = Copier(
-            bytes_per_second=config.device_copy_bytes_per_second,
-            threads=threads,
-            most_slots=config.slots + 2,  # one that is being flushed, and one that the agent gave up meanwhile
-        )
+        self._copier = Copier(bytes_per_second=config.device_copy_bytes_per_second, threads=threads)
         slots.memory = self._copier
+        store.on_unlinked(self._copier.forget)
         self._values_room = 0
 
     @property

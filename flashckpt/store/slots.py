@@ -424,6 +424,11 @@ class SlotStore(JobFiles):
                 returned += self._directory.move(State.WRITING, name, State.POOL, name)
         return returned
 
+    def on_unlinked(self, call: Callable[[memoryview], None]) -> None:
+        """Call it with the memory of a slot whose file others removed, before it is unmapped: whoever keeps a view lets
+        that go, or the memory stays."""
+        self._supply.on_unlinked = call
+
     def forget_unlinked(self) -> None:
         """Lets go of the memory of files that others removed: slots that were given up, shards that were set aside."""
         self._check_usable()

@@ -6,6 +6,7 @@ alike; only then its mapping in this process is touched.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import os
 import secrets
@@ -87,6 +88,7 @@ class Supply:
         # it, so that what an exception leaves there is found.
         self.taken: set[int] = set()
         self._windows = Windows()
+        self.on_unlinked: Callable[[memoryview], None] | None = None  # see SlotStore.on_unlinked
 
     def take(self, size_bytes: int, *, unmapped: bool = False) -> Taken:
         """The best free slot, of whatever size, or a new file. `unmapped`: one that this process has not mapped."""
@@ -276,7 +278,12 @@ class Supply:
     def forget_unlinked(self) -> None:
         """Others may have quarantined and dropped our shards; a mapping would keep their memory."""
         for slot_id, mapping in list(self._mappings.items()):
-            if mapping.is_unlinked() and mapping.close() and self._mappings.get(slot_id) is mapping:
+            if not mapping.is_unlinked():
+                continue
+            if self.on_unlinked is not None:
+                with contextlib.suppress(ValueError), mapping.view() as view:  # closed meanwhile, by another thread
+                    self.on_unlinked(view)
+            if mapping.close() and self._mappings.get(slot_id) is mapping:
                 self._mappings.pop(slot_id, None)
         self._windows.forget_unlinked()
 

@@ -177,9 +177,8 @@ class OptimizerState:
         told = [self._tell(owned) for owned in self.owned]
         ours = {self.renaming.saved_name(name) for one in told for group in one.groups for name in group["params"]}
         prefix = f"{_PART}.{STATE}."
-        for key in found.keys:
-            if not key.startswith(prefix):
-                continue
+        # IMPORTANT: in one order on all ranks. FSDP1 gathers moment by moment.
+        for key in sorted(key for key in found.keys if key.startswith(prefix)):
             tail = key[len(prefix) :]
             name = tail.rpartition(".")[0]
             while name and name not in ours:
@@ -300,10 +299,9 @@ class OptimizerState:
         rooms: dict[str, Any] = {}
         prefix = f"{_PART}.{TENSORS}."
         saved: dict[str, list[str]] = {}
-        for key in found.keys:
-            if key.startswith(prefix):
-                name, _, option = key[len(prefix) :].rpartition(".")
-                saved.setdefault(name, []).append(option)
+        for key in sorted(key for key in found.keys if key.startswith(prefix)):
+            name, _, option = key[len(prefix) :].rpartition(".")
+            saved.setdefault(name, []).append(option)
         for group in told.groups:
             for name in group["params"]:
                 theirs = self.renaming.saved_name(name)

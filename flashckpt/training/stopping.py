@@ -72,8 +72,13 @@ class SignalHandlers:
         self._received = 0
         self._finished = False
         self._previous: dict[int, Any] = {}
-        for number in signals:
-            self._previous[number] = signal.signal(number, self._note)
+        try:
+            for number in signals:
+                self._previous[number] = signal.getsignal(number)
+                signal.signal(number, self._note)
+        except BaseException:
+            self.restore()
+            raise
 
     def _note(self, number: int, _: FrameType | None) -> None:
         if not self._received:

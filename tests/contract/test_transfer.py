@@ -140,11 +140,13 @@ def outgoing(world):
 class Taken:
     """A Taker that keeps what it gets."""
 
-    def __init__(self, error=None, slow=0.0):
+    def __init__(self, error=None, slow=0.0, on_opened=lambda: None):
         self.head, self.chunks, self.error, self.slow, self.lock = b"", {}, error, slow, threading.Lock()
+        self.on_opened = on_opened
 
     def opened(self, info):
         self.info = info
+        self.on_opened()
 
     def put_head(self, offset, data):
         assert offset == len(self.head)
@@ -337,9 +339,8 @@ def test_what_the_taker_raises_ends_the_read(world):
 def test_a_holder_that_closes(world):
     many = 8 * CHUNKS  # more than the buffers of all sockets hold
     world.giver = Reading(world.b, write_shard(world.b, many))
-    taken = Taken(slow=0.2)
     closer = threading.Timer(0.2, world.server.close)
-    closer.start()
+    taken = Taken(slow=0.2, on_opened=closer.start)
     try:
         refused = world.client().get(asking(world.giver, (0, many)), taken)
         assert refused is not None
@@ -355,9 +356,8 @@ def test_a_reader_that_goes_is_noticed(world):
     world.giver = Reading(world.b, write_shard(world.b, CHUNKS))
     client = world.client()
     closer = threading.Timer(0.2, client.close)
-    closer.start()
     with pytest.raises(PeerError):
-        client.get(asking(world.giver, (0, CHUNKS)), Taken(slow=0.5))
+        client.get(asking(world.giver, (0, CHUNKS)), Taken(slow=0.5, on_opened=closer.start))
     closer.join()
     assert world.giver.closed.wait(WAIT)
 

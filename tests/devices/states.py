@@ -121,6 +121,7 @@ def test_loads_to_devices_are_asynchronous_and_staged_in_bounds(make, monkeypatc
     checkpointer.save(1, state)
     fresh = {key: torch.zeros_like(tensor, device=tensor.device) for key, tensor in state.items()}
     simdev.reset_counts()
+    simdev.bandwidth(pinned=30e6)  # slower than the host fills buffers: it has to wait until one is free
     checkpointer.load(fresh)
     copies = simdev.counts().h2d
     assert copies.asynchronous >= 64 + 15
@@ -229,6 +230,18 @@ def test_registered_slots_give_way_when_the_state_grows(make):
     fresh = {"a": torch.zeros(4 * M, dtype=torch.uint8)}
     assert checkpointer.load(fresh).step == 6
     assert fresh["a"].eq(6).all()
+
+
+def test_a_registered_slot_whose_file_was_removed_gives_its_memory_back(make):
+    """As an agent does when it needs the room, or when it sets a damaged shard aside."""
+    checkpointer = make()
+    state = {"a": torch.full((8 * M,), 1, dtype=torch.uint8).to("sim:0")}
+    checkpointer.prewarm(state)
+    held = simdev.registered_bytes()
+    for path in (make.directory / "pool").iterdir():
+        path.unlink()
+    assert checkpointer.save(1, state).outcome == "ok"
+    assert simdev.registered_bytes() == held // 2, "of two slots both went, and one was made anew"
 
 
 # --- snapshot ---------------------------------------------------------------------------------------------

@@ -420,7 +420,7 @@ def case_operators_refuse_tensors_of_two_devices():
     with pytest.raises(RuntimeError, match="expected all tensors on one device, found sim:0 and sim:1"):
         torch.zeros(3, device="sim:0").masked_fill_(torch.ones(3, dtype=torch.bool, device="sim:1"), 1)
     with pytest.raises(RuntimeError, match=r"expected all tensors on sim, found one of shape \[3\] on cpu"):
-        torch.zeros(3, device="sim:0") + torch.zeros(3)
+        torch.zeros(3, device="sim:0").masked_fill_(torch.ones(3, dtype=torch.bool), 1)
 
 
 def case_autograd_crosses_devices():

@@ -45,7 +45,7 @@ def address(data):
 
 def test_a_slot_is_registered_once_and_let_go_at_close():
     registrar = Registrar()
-    memory = RegisteredMemory(registrar, 8)
+    memory = RegisteredMemory(registrar)
     first, second = area(8192), area(8192)
     for _ in range(3):
         assert memory.add(first)
@@ -58,7 +58,7 @@ def test_a_slot_is_registered_once_and_let_go_at_close():
 
 def test_slots_of_another_size_are_let_go():
     registrar = Registrar()
-    memory = RegisteredMemory(registrar, 8)
+    memory = RegisteredMemory(registrar)
     memory.add(area(8192))
     grown = area(16384)
     memory.add(grown)
@@ -69,19 +69,20 @@ def test_slots_of_another_size_are_let_go():
     assert registrar.registered == {}
 
 
-def test_the_slot_that_was_not_used_for_longest_is_let_go_first():
-    """A slot that the agent gave up stays mapped as long as it is registered, and nobody ever asks for it again."""
+def test_a_slot_that_is_gone_is_let_go():
     registrar = Registrar()
-    memory = RegisteredMemory(registrar, 2)
-    first, second, third = area(8192), area(8192), area(8192)
-    for one in (first, second, first, third):
+    memory = RegisteredMemory(registrar)
+    first, second = area(8192), area(8192)
+    for one in (first, second):
         memory.add(one)
-    assert registrar.registered == {address(first): 8192, address(third): 8192}
+    memory.remove(area(8192))
+    memory.remove(first[4096:])
+    assert registrar.registered == {address(second): 8192}
 
 
 def test_registered_memory_stays_mapped():
     memory = mmap.mmap(-1, 8192)
-    registered = RegisteredMemory(Registrar(), 8)
+    registered = RegisteredMemory(Registrar())
     with memoryview(memory) as view:
         registered.add(view[4096:])  # a slot's data area; the writer releases its views when it seals
     with pytest.raises(BufferError):
@@ -98,7 +99,7 @@ class Raising(Registrar):
 
 @pytest.mark.parametrize("registrar", [Registrar(most=1), Raising(most=0)])
 def test_a_failure_is_for_good_and_leaves_nothing_registered(registrar):
-    memory = RegisteredMemory(registrar, 8)
+    memory = RegisteredMemory(registrar)
     first, second = area(8192), area(8192)
     results = [memory.add(first), memory.add(second), memory.add(first)]
     assert results[1:] == [False, False]

@@ -296,7 +296,7 @@ def test_options_of_the_checkpoint_decide_what_moments_there_are(config):
 
 @pytest.fixture
 def accelerator():
-    accelerate = pytest.importorskip("accelerate")
+    import accelerate
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     yield accelerate.Accelerator(cpu=True)
