@@ -53,6 +53,7 @@ def open_all(settings: Settings, process_group: dist.ProcessGroup | None, undo: 
         settings.job,
         budget_bytes=config.memory_budget_bytes,
         threads=config.threads or 2,
+        undo=undo,
     )
     undo.callback(store.close)
     topology = agree_topology(group, settings, store.directory_id)

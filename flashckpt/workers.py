@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import _thread
 import atexit
+import contextlib
 import threading
 import time
 import weakref
@@ -170,7 +171,8 @@ class Worker:
             self._calls.put(None)
 
     def __del__(self) -> None:
-        self._calls.put(None)
+        with contextlib.suppress(AttributeError):  # it was never made
+            self._calls.put(None)
 
     def _start(self) -> None:
         if self._finishes:

@@ -42,9 +42,9 @@ TEST(verify_finds_each_bad_chunk) {
 
 TEST(checksums_of_ranges) {
     static const std::vector<uint8_t> data = random_bytes(700'001, 33);
-    const auto begin = reinterpret_cast<int64_t>(data.data());
-    const std::vector<MemoryRange> ranges = {{begin, 0}, {begin + 1, 300'000}, {begin + 7, 700'001 - 7}, {begin, 1}};
-    with_each_kernel([&](const std::string&) {
+    static const auto begin = reinterpret_cast<int64_t>(data.data());
+    static const std::vector<MemoryRange> ranges = {{begin, 0}, {begin + 1, 300'000}, {begin + 7, 700'001 - 7}, {begin, 1}};
+    with_each_kernel([](const std::string&) {
         for (int threads : {1, 4}) {
             std::vector<uint32_t> crcs(ranges.size(), 1);
             CHECK(checksum_ranges(ranges.data(), ranges.size(), crcs.data(), threads, 0).is_ok());

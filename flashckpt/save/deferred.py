@@ -92,7 +92,10 @@ class Deferrals:
             (deferred if may and _versions(key, tensor) is not None else immediate).append(i)
         immediate = _clone_on_devices(flat, fqns, leaves, immediate)
         if self._device_snapshot:
-            deferred = _clone_on_devices(flat, fqns, leaves, deferred)
+            left_there = _clone_on_devices(flat, fqns, leaves, deferred)
+            # What lies on the host beside them (step counters) would hold the gate alone.
+            immediate += [i for i in left_there if leaves[i].is_cpu]
+            deferred = [i for i in left_there if not leaves[i].is_cpu]
         decided = time.perf_counter()
         left = _clone_small(flat, fqns, leaves, immediate)
         cloned = time.perf_counter()
@@ -102,6 +105,8 @@ class Deferrals:
             self._rechecks_left -= 1
             checksums = Checksums(plan, flat, frozenset(deferred), self._threads)
         made = Deferred(handle, self, flat, deferred, left, checksums, self._timeout, overlapped=True)
+        if not deferred and not left:
+            handle.queue(made)  # nothing of the caller's is read any more
         handle.proof_seconds = decided - began + time.perf_counter() - cloned
         return made
 

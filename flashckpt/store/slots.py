@@ -100,16 +100,19 @@ class SlotStore(JobFiles):
         budget_bytes: int | None = None,
         create: bool = True,
         threads: int = 2,
+        undo: contextlib.ExitStack | None = None,
     ) -> SlotStore:
         """`budget_bytes` caps the sum of all slot files of the job on this node; this store stays below it.
 
-        `threads` fault new pages in.
+        `threads` fault new pages in. `undo` closes the directory, from before there is a store.
         """
         if budget_bytes is not None and budget_bytes <= 0:
             raise ConfigError(f"budget_bytes: expected more than 0, found {budget_bytes}")
         if threads < 1:
             raise ConfigError(f"threads: expected at least 1, found {threads}")
         directory = open_directory(memory_dir, job, create)
+        if undo is not None:
+            undo.callback(directory.close)
         try:
             return SlotStore(directory, budget_bytes=budget_bytes, threads=threads)
         except BaseException:

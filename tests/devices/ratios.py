@@ -7,19 +7,22 @@ accelerator.
 from __future__ import annotations
 
 import shutil
+import statistics
 import sys
 import tempfile
 import time
 
+import pytest
 import torch
 
 from flashckpt import CheckpointConfig, Checkpointer
-from flashckpt.devices import DeviceCopy
+from flashckpt.devices import DeviceCopy, add_registrar
 from tests import simdev
-from tests.devices.sim import area, copier_of
+from tests.devices.sim import SimRegistrar, area, copier_of, gate_hold, without_pinned_memory
 
 SIZE_BYTES = 96 << 20
 TENSORS = 24
+QUEUED_SECONDS = 0.5
 
 
 def seconds_of(work):
@@ -29,6 +32,17 @@ def seconds_of(work):
         work()
         times.append(time.perf_counter() - began)
     return min(times)
+
+
+def median_hold():
+    found = []
+    for _ in range(5):
+        directory = tempfile.mkdtemp(prefix="flashckpt-ratios-", dir="/dev/shm")
+        try:
+            found.append(gate_hold(directory, QUEUED_SECONDS)[0])
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+    return statistics.median(found)
 
 
 def main(pageable_rate):
@@ -67,11 +81,21 @@ def main(pageable_rate):
             }
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+    add_registrar("sim", SimRegistrar)
+    holds = {"registered": median_hold()}
+    simdev.fail_registration()
+    holds["ring"] = median_hold()
+    with pytest.MonkeyPatch.context() as patch:
+        without_pinned_memory(patch)
+        holds["pageable"] = median_hold()
     rates = f"pinned {pinned_rate:g}, pageable {pageable_rate:g} bytes per second"
     print(f"{SIZE_BYTES >> 20} MiB in {TENSORS} tensors; {rates}")
     for what, found in (("save", saves), ("load", loads)):
         for way, seconds in found.items():
             print(f"{what:5} {way:11} {seconds:6.3f} s  {found['pageable'] / seconds:5.2f} x")
+    print(f"optimizer.step() behind a save, with {QUEUED_SECONDS:g} s of work queued on the device:")
+    for way, seconds in holds.items():
+        print(f"held  {way:11} {seconds:6.4f} s  {seconds / holds['pageable']:6.4f} of pageable")
 
 
 if __name__ == "__main__":

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import mmap
+import time
 
 import torch
 
+from flashckpt import CheckpointConfig, CheckpointManager
 from flashckpt.devices import Copier, DeviceCopy, as_bits
 from flashckpt.format.dtypes import ITEMSIZE
 from tests import simdev
 
 simdev.load()
-# As CUDA's kernels, the simulated device's copy knows conjugate and negative views; torch is not to resolve them first.
-_library = torch.library.Library("aten", "IMPL")
-for _key in ("Conjugate", "Negative"):
-    _library.impl("_copy_from", torch.library.fallthrough_kernel, _key)
 
 
 class SimRegistrar:
@@ -107,3 +105,39 @@ def on_device(host, device):
     storage.copy_(torch.empty(0, dtype=torch.uint8).set_(host.untyped_storage()))
     base = storage.view(host.dtype)
     return base.as_strided(host.shape, host.stride(), host.storage_offset())
+
+
+def gate_hold(memory_dir, busy_seconds, **settings):
+    """Saves with work queued on the device; returns how long the next optimizer.step() held the host, and the handle.
+
+    What came back is compared with the state at save().
+    """
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 64).to("sim:0")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def backward():
+        optimizer.zero_grad()
+        model(torch.ones(2, 64, device="sim:0")).square().sum().backward()
+
+    backward()
+    optimizer.step()
+    config = CheckpointConfig(
+        job="gate", memory_dir=str(memory_dir), agent="off", verify=True, enable_first_step_checkpoint=False, **settings
+    )
+    with CheckpointManager(config, model=model, optimizer=optimizer, rng=False) as manager:
+        for step in range(1, 4):  # the first two are proved by checksums, for which the host waits
+            manager.save(step).wait("sealed", timeout=60)
+        backward()
+        wanted = {key: tensor.to("cpu", copy=True) for key, tensor in model.state_dict().items()}
+        simdev.busy(busy_seconds)
+        handle = manager.save(4)
+        began = time.perf_counter()
+        optimizer.step()
+        hold = time.perf_counter() - began
+        handle.wait("sealed", timeout=60)
+        assert any(not torch.equal(wanted[key], tensor.cpu()) for key, tensor in model.state_dict().items())
+        if handle.outcome == "ok":
+            assert manager.load(4).step == 4
+            assert all(torch.equal(wanted[key], tensor.cpu()) for key, tensor in model.state_dict().items())
+    return hold, handle

@@ -13,12 +13,25 @@ import torch
 from flashckpt import CheckpointConfig, Checkpointer, UnusableError
 from flashckpt.devices import Copier, add_registrar, as_bits, upload
 from flashckpt.load import read
+from flashckpt.save.deferred import Deferrals
+from flashckpt.save.handle import SaveHandle
 from flashckpt.save.plan import Planner
-from flashckpt.save.snapshot import snapshot, take_on_device, when_ready
+from flashckpt.save.snapshot import snapshot, when_ready
 from flashckpt.state.flatten import flatten
 from flashckpt.topology import Node, Topology
+from flashckpt.types import Level
 from tests import simdev
-from tests.devices.sim import DTYPES, REGISTERED, SimRegistrar, area, contiguous_bytes, copier_of, examples, on_device
+from tests.devices.sim import (
+    DTYPES,
+    REGISTERED,
+    SimRegistrar,
+    area,
+    contiguous_bytes,
+    copier_of,
+    examples,
+    gate_hold,
+    on_device,
+)
 
 add_registrar("sim", SimRegistrar)
 M = 1 << 20
@@ -37,7 +50,7 @@ def make():
 
     make.directory = Path(memory_dir, "job")
     yield make
-    assert opened[-1].store.check() == []
+    assert all(one.store.check() == [] for one in opened[-1:])
     for one in opened:
         one.close()
     shutil.rmtree(memory_dir, ignore_errors=True)
@@ -247,25 +260,39 @@ def test_a_registered_slot_whose_file_was_removed_gives_its_memory_back(make):
 # --- snapshot ---------------------------------------------------------------------------------------------
 
 
-def take(state, way="registered", taken=False, **options):
+class Watcher:
+    """In the place of save/deferred.py's Deferred: hears when all copies are made or queued."""
+
+    immediate = frozenset()
+
+    def __init__(self, queue):
+        self.queue = queue
+
+    def took(self):
+        pass
+
+
+def take(state, way="registered", *, on_device_first=False, on_queued=None, change=None):
     """Plans and takes a snapshot; returns the bytes of each key."""
     flat = flatten(state)
-    planner = Planner(ALONE)
-    plan = planner.plan(flat)
+    plan = Planner(ALONE).plan(flat)
     data = area(-(-plan.tensor_bytes // 4096) * 4096 + 4096)
-    copying = options.pop("copying", None) or copier_of(way)
-    given = take_on_device(flat, plan) if taken else None
+    copying = copier_of(way)
+    if on_device_first:
+        deferrals = Deferrals(recheck=False, device_snapshot=True, threads=1, timeout=60.0)
+        deferrals.split(SaveHandle(1, None, Level.SEALED), flat, plan, lambda *_: True)
     ready = when_ready(flat)
-    if callable(options.get("change")):
-        options.pop("change")()
-    snapshot(data, plan, flat, b"v", chunk_bytes=4096, threads=1, copier=copying, ready=ready, taken=given, **options)
+    if change is not None:
+        change()
+    watcher = None if on_queued is None else Watcher(on_queued)
+    snapshot(data, plan, flat, b"v", chunk_bytes=4096, threads=1, copier=copying, ready=ready, deferred=watcher)
     copying.close()
     keys = list(flat.tensors)
     return {keys[one.tensor]: bytes(data[one.offset_bytes :][: one.length_bytes]) for one in plan.sources}
 
 
 @pytest.mark.parametrize("way", ["registered", "ring"])
-def test_the_callback_comes_once_and_tensors_may_change_then(way):
+def test_once_copies_are_queued_tensors_may_change_in_the_stream(way):
     host, odd = torch.arange(5000.0), torch.arange(600.0).view(20, 30).t()
     state = {"a": torch.arange(9000.0).to("sim:0"), "host": host, "b": torch.arange(9000.0).to("sim:1"), "odd": odd}
     wanted = {key: host_bytes(value) for key, value in state.items()}
@@ -282,10 +309,10 @@ def test_the_callback_comes_once_and_tensors_may_change_then(way):
 
     assert take(state, way, on_queued=change) == wanted
     both = {torch.device("sim:0"), torch.device("sim:1")}
-    assert called == [both if way == "registered" else set()]
+    assert called == ([both] if way == "registered" else [])  # through the ring they are over with the call
 
 
-def test_the_callback_comes_while_devices_still_copy():
+def test_it_is_told_while_devices_still_copy():
     state = {"a": torch.arange(9000.0).to("sim:0"), "host": torch.arange(5000.0)}
     simdev.busy(0.5)
     began = time.perf_counter()
@@ -295,15 +322,7 @@ def test_the_callback_comes_while_devices_still_copy():
     assert time.perf_counter() - began >= 0.5
 
 
-def test_the_callback_comes_once_for_a_state_in_host_memory():
-    called = []
-    state = {"a": torch.arange(5000.0), "odd": torch.arange(600.0).view(20, 30).t()}
-    wanted = {key: host_bytes(value) for key, value in state.items()}
-    assert take(state, on_queued=called.append) == wanted
-    assert called == [{}]
-
-
-def test_what_the_callback_raises_leaves_nothing_writing():
+def test_what_is_raised_then_leaves_nothing_writing():
     simdev.bandwidth(pinned=20e6)
     state = {"a": torch.full((4 * M,), 1, dtype=torch.uint8, device="sim:0")}
     copying = Copier(registrars=REGISTERED)
@@ -315,7 +334,7 @@ def test_what_the_callback_raises_leaves_nothing_writing():
         raise KeyError
 
     with pytest.raises(KeyError):
-        snapshot(data, plan, flat, b"", chunk_bytes=4096, threads=1, copier=copying, on_queued=fail)
+        snapshot(data, plan, flat, b"", chunk_bytes=4096, threads=1, copier=copying, deferred=Watcher(fail))
     before = bytes(data)
     time.sleep(0.3)
     assert bytes(data) == before
@@ -342,9 +361,41 @@ def test_a_snapshot_of_copies_on_the_device_is_not_torn(room):
                     value.fill_(-1)
 
     try:
-        assert take(state, taken=True, change=change) == wanted
+        assert take(state, on_device_first=True, change=change) == wanted
     finally:
         for device in range(2):
             simdev.memory_limit(None, device)
             torch.accelerator.synchronize(device)
     assert [torch.accelerator.memory_allocated(device) for device in range(2)] == used, "given back"
+
+
+# --- the gate ---------------------------------------------------------------------------------------------
+
+
+def test_the_step_waits_in_the_stream_and_not_on_the_host(make):
+    hold, handle = gate_hold(make.directory.parent, busy_seconds=1.0)
+    assert hold < 0.3
+    assert handle.outcome == "ok"
+
+
+def test_through_the_ring_the_step_waits_on_the_host_and_is_right(make):
+    simdev.fail_registration()
+    hold, handle = gate_hold(make.directory.parent, busy_seconds=0.5)
+    assert hold > 0.3
+    assert handle.outcome == "ok"
+
+
+def test_a_device_snapshot_holds_nobody(make):
+    simdev.fail_registration()
+    hold, handle = gate_hold(make.directory.parent, busy_seconds=1.0, device_snapshot=True)
+    assert hold < 0.3
+    assert handle.outcome == "ok"
+
+
+def test_a_device_snapshot_without_room_is_taken_as_without(make):
+    simdev.memory_limit(torch.accelerator.memory_allocated(0) + 400_000, 0)
+    try:
+        _, handle = gate_hold(make.directory.parent, busy_seconds=0.2, device_snapshot=True)
+        assert handle.outcome == "ok"
+    finally:
+        simdev.memory_limit(None, 0)

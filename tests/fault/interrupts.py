@@ -43,6 +43,15 @@ def _leaves_with(code):
     return frozenset(offsets)
 
 
+def _within_del(frame):
+    """Python drops what is raised there."""
+    while frame is not None:
+        if frame.f_code.co_name == "__del__":
+            return True
+        frame = frame.f_back
+    return False
+
+
 @contextlib.contextmanager
 def interrupted_at(number):
     """KeyboardInterrupt at line `number` of the block, from 1 on; it ends here. 0: only counts lines."""
@@ -56,7 +65,7 @@ def interrupted_at(number):
             return None
         if event == "line" and frame.f_lasti not in _leaves_with(frame.f_code):
             told.lines += 1
-            if told.lines == number:
+            if told.lines >= number > 0 and not _within_del(frame):
                 told.where = f"{name.removeprefix(ROOT)}:{frame.f_lineno} {frame.f_code.co_name}"
                 raise KeyboardInterrupt(told.where)
         return trace

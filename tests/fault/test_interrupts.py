@@ -170,16 +170,17 @@ def test_an_interrupted_start_closes_what_it_had_opened(job):
     job.save()
     job.close()
     before = ours()
-    descriptors = len(os.listdir("/proc/self/fd"))
     with interrupted_at(0) as told:
         job.open()
     job.close()
     for number in numbers(told.lines, SAMPLE):
+        descriptors = len(os.listdir("/proc/self/fd"))
         with interrupted_at(number) as interrupt:
             job.open()
             job.close()
         wait_for_threads(before, interrupt.where)
-        assert len(os.listdir("/proc/self/fd")) <= descriptors + 8, interrupt.where
+        # One that was opened in the very moment has no name yet by which it could be closed.
+        assert len(os.listdir("/proc/self/fd")) <= descriptors + 1, interrupt.where
         job.open()
         assert job.load() == job.promised, interrupt.where
         job.check(interrupt.where)
