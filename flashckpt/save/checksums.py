@@ -5,19 +5,20 @@ from __future__ import annotations
 import itertools
 import logging
 from array import array
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from flashckpt import native
 from flashckpt.devices import as_bits, native_address
+from flashckpt.errors import UnsupportedValueError
 from flashckpt.format.caps import CRC_BYTES
 from flashckpt.state.regions import local_parts, narrow, plain_local
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Iterable
 
-    from flashckpt.save.plan import SavePlan, Source
+    from flashckpt.save.plan import Source
     from flashckpt.state.flatten import Flat
 
 log = logging.getLogger(__name__)
@@ -25,28 +26,45 @@ log = logging.getLogger(__name__)
 _BLOCK_BYTES = 8 << 20  # of one checksum, so that several threads share a large tensor
 
 
+class _Near(NamedTuple):
+    """Bytes of one entry that the native core can read, and where they are in the slot."""
+
+    key: str
+    address: int
+    offset_bytes: int
+    length_bytes: int
+
+
 class Checksums:
-    """Of the tensors `indices` as they are when this is made.
+    """Of the entries `sources` as they are when this is made.
 
     What the native core can read has a CRC32C for each block; of everything else torch sums the words, where the tensor
-    is.
+    is. With `window_bytes` it is a sample: so many bytes from the middle of each entry, only where the core can read.
     """
 
-    def __init__(self, plan: SavePlan, flat: Flat, indices: Collection[int], threads: int) -> None:
+    def __init__(self, sources: Iterable[Source], flat: Flat, threads: int, *, window_bytes: int | None = None) -> None:
+        self.is_sample = window_bytes is not None
         self._threads = threads
-        self._fqns = list(flat.tensors)
-        leaves = list(flat.tensors.values())
-        self._near: list[tuple[Source, torch.Tensor, int]] = []
-        self._far: list[tuple[Source, torch.Tensor]] = []
-        for source in plan.sources:
-            if source.tensor not in indices:
-                continue
-            view = view_of(self._fqns[source.tensor], leaves[source.tensor], source)
-            address = native_address(self._fqns[source.tensor], view)
-            if address is None:
-                self._far.append((source, view))
-            else:
-                self._near.append((source, view, address))
+        self._keep: list[torch.Tensor] = []  # SAFETY: the native core reads at their addresses
+        self._near: list[_Near] = []
+        self._far: list[tuple[str, Source, torch.Tensor]] = []
+        fqns, leaves = list(flat.tensors), list(flat.tensors.values())
+        for source in sources:
+            key = fqns[source.tensor]
+            try:
+                view = view_of(key, leaves[source.tensor], source)
+                address = native_address(key, view)
+            except UnsupportedValueError:
+                if window_bytes is None:
+                    raise
+                continue  # the copy will say so
+            if address is not None:
+                length = source.length_bytes if window_bytes is None else min(source.length_bytes, window_bytes)
+                skipped = (source.length_bytes - length) // 2
+                self._keep.append(view)
+                self._near.append(_Near(key, address + skipped, source.offset_bytes + skipped, length))
+            elif window_bytes is None:
+                self._far.append((key, source, view))
         self._crcs = self._near_now()
         self._sums: list[torch.Tensor] = []
         self._take_sums()
@@ -55,28 +73,27 @@ class Checksums:
         """Keys whose bytes in `data`, the data area of a slot, are not those that were there in the beginning."""
         area = torch.frombuffer(data, dtype=torch.uint8)
         base = area.data_ptr()
-        crcs = self._crcs_of([(base + source.offset_bytes, source.length_bytes) for source, _, _ in self._near])
-        found = self._unequal(crcs)
-        for (source, view), known in zip(self._far, self._sums, strict=True):
+        found = self._unequal(self._crcs_of([(base + one.offset_bytes, one.length_bytes) for one in self._near]))
+        for (key, source, view), known in zip(self._far, self._sums, strict=True):
             here = area[source.offset_bytes : source.offset_bytes + source.length_bytes].view(as_bits(view).dtype)
             if int(here.sum(dtype=torch.int64)) != int(known):
-                found.append(self._fqns[source.tensor])
+                found.append(key)
         return list(dict.fromkeys(found))
 
     def changed_sources(self) -> list[str]:
         """Keys of tensors that are no longer what they were in the beginning."""
         found = self._unequal(self._near_now())
-        for (source, view), known in zip(self._far, self._sums, strict=True):
+        for (key, _, view), known in zip(self._far, self._sums, strict=True):
             try:
                 if int(_sum(view)) != int(known):
-                    found.append(self._fqns[source.tensor])
+                    found.append(key)
             except torch.OutOfMemoryError as error:
-                log.info("%s is not checksummed again: %s", self._fqns[source.tensor], error)
+                log.info("%s is not checksummed again: %s", key, error)
         return list(dict.fromkeys(found))
 
     def _take_sums(self) -> None:
         """Leaves out what a device has no room to sum up: version counters have to do."""
-        for number, (_, view) in enumerate(self._far):
+        for number, (_, _, view) in enumerate(self._far):
             try:
                 self._sums.append(_sum(view))
             except torch.OutOfMemoryError as error:
@@ -85,7 +102,7 @@ class Checksums:
                 return
 
     def _near_now(self) -> list[bytes]:
-        return self._crcs_of([(address, source.length_bytes) for source, _, address in self._near])
+        return self._crcs_of([(one.address, one.length_bytes) for one in self._near])
 
     def _crcs_of(self, ranges: list[tuple[int, int]]) -> list[bytes]:
         """For each range the checksums of its blocks."""
@@ -102,7 +119,7 @@ class Checksums:
 
     def _unequal(self, crcs: list[bytes]) -> list[str]:
         pairs = zip(self._near, self._crcs, crcs, strict=True)
-        return [self._fqns[source.tensor] for (source, _, _), known, found in pairs if known != found]
+        return [one.key for one, known, found in pairs if known != found]
 
 
 def _sum(view: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 A tensor is *deferred* if its copy may be made after `save()` has returned; *immediate* ones are copied before. The
 proof is torch's version counters, and for a launch's first saves, or with `verify="recheck"`, checksums taken in
-`save()`: a write through `.data`, NumPy or a graph replay leaves no trace in a version counter.
+`save()`: a write through `.data`, NumPy or a graph replay leaves no trace in a version counter. Of later saves a small
+sample is checksummed.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ log = logging.getLogger(__name__)
 
 # Saves of a launch whose deferred tensors are checksummed in save(): they show what version counters do not.
 RECHECKED_SAVES = 2
+# Of every later save: so many windows of so many bytes, some tenths of a millisecond. A swap of all weights shows.
+SAMPLED = 32
+SAMPLE_WINDOW_BYTES = 16 << 10
 # From here on a tensor that nobody vouches for may be deferred if it is as it was at the last save.
 STEADY_BYTES = 1 << 20
 # So much of the immediate tensors is cloned, all together; the rest is copied into the slot while save() waits.
@@ -57,6 +61,7 @@ class Deferrals:
         self._threads = threads
         self._timeout = timeout
         self._rechecks_left = RECHECKED_SAVES
+        self._turn = 0
         self._changing: set[str] = set()  # found to change while they were deferred
         self._marks: dict[str, _Mark] = {}
         self._stored: tuple[SavePlan, list[int]] | None = None
@@ -100,15 +105,28 @@ class Deferrals:
         left = _clone_small(flat, fqns, leaves, immediate)
         cloned = time.perf_counter()
         _hold(flat, fqns, leaves, deferred)
-        checksums = None
-        if deferred and (self._recheck or self._rechecks_left > 0):
-            self._rechecks_left -= 1
-            checksums = Checksums(plan, flat, frozenset(deferred), self._threads)
+        checksums = self._checksum(flat, plan, frozenset(deferred)) if deferred else None
         made = Deferred(handle, self, flat, deferred, left, checksums, self._timeout, overlapped=True)
         if not deferred and not left:
             handle.queue(made)  # nothing of the caller's is read any more
         handle.proof_seconds = decided - began + time.perf_counter() - cloned
         return made
+
+    def _checksum(self, flat: Flat, plan: SavePlan, deferred: frozenset[int]) -> Checksums:
+        """Of all deferred tensors in the first saves; of a sample, another one each time, in the others."""
+        if self._recheck or self._rechecks_left > 0:
+            self._rechecks_left -= 1
+            sources = [source for source in plan.sources if source.tensor in deferred]
+            return Checksums(sources, flat, self._threads)
+        count = len(plan.sources)
+        self._turn += 1
+        places = {(self._turn + i * count // SAMPLED) % count for i in range(min(SAMPLED, count))}
+        sample = [plan.sources[place] for place in sorted(places) if plan.sources[place].tensor in deferred]
+        return Checksums(sample, flat, 1, window_bytes=SAMPLE_WINDOW_BYTES)
+
+    def found_unseen(self) -> None:
+        """A sample shows a change that no version counter does. Others may have changed so: look at all of them."""
+        self._rechecks_left = max(self._rechecks_left, RECHECKED_SAVES)
 
     def found_changing(self, keys: Sequence[str], why: str) -> None:
         """From the next save on `keys` are immediate."""
@@ -184,9 +202,9 @@ class Deferred:
     def queue(self, events: Mapping[torch.device, torch.Event]) -> None:
         """All copies are made, or queued before `events`. Let the gate pass in the stream where the proof allows it.
 
-        Checksums are compared with the finished copy, and a change must not come before that.
+        Checksums of all tensors are compared with the finished copy, and a change must not come before that.
         """
-        if self._overlapped and events and self._checksums is None:
+        if self._overlapped and events and (self._checksums is None or self._checksums.is_sample):
             self._events = events
             self._handle.queue(self)
 
@@ -194,7 +212,7 @@ class Deferred:
         """At the gate. What the caller changes from now on is no change during the copy: the verdict is taken here."""
         with self._lock:
             if self._changed is None:
-                self._changed = self._versions_changed()
+                self._changed = self._sources_changed()
         for device, event in self._events.items():
             torch.accelerator.current_stream(device).wait_event(event)
 
@@ -216,18 +234,28 @@ class Deferred:
     def look_again(self) -> None:
         """At the gate: find what changed since save(), also where the copy was quicker than the change."""
         began = time.perf_counter()
-        changed = self._versions_changed()
-        if self._checksums is not None:
-            changed += [key for key in self._checksums.changed_sources() if key not in changed]
+        changed = self._sources_changed()
         self._handle.proof_seconds += time.perf_counter() - began
         if changed:
             self._owner.found_changing(changed, "changed between save() and optimizer.step()")
 
     def _find(self, data: memoryview) -> list[str]:
+        if self._checksums is None:
+            return self._versions_changed()
+        if not self._checksums.is_sample:
+            return self._with_unseen(self._checksums.differing(data))
+        # What changed behind the copy of this sample may have come before the copy of its neighbours.
+        return self._sources_changed() or self._with_unseen(self._checksums.differing(data))
+
+    def _sources_changed(self) -> list[str]:
+        return self._with_unseen([] if self._checksums is None else self._checksums.changed_sources())
+
+    def _with_unseen(self, by_checksum: list[str]) -> list[str]:
         changed = self._versions_changed()
-        if self._checksums is not None:
-            changed += [key for key in self._checksums.differing(data) if key not in changed]
-        return changed
+        unseen = [key for key in by_checksum if key not in changed]
+        if unseen:
+            self._owner.found_unseen()
+        return changed + unseen
 
     def _versions_changed(self) -> list[str]:
         return [

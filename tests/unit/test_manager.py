@@ -121,6 +121,7 @@ def test_an_exception_saves_nothing_more(job):
 # --- the gate ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.alone
 def test_the_step_waits_while_its_state_is_copied_and_the_snapshot_is_of_the_step(job, monkeypatch):
     one = job(enable_first_step_checkpoint=False)
     events = []

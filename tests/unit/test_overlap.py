@@ -318,3 +318,24 @@ def test_giving_up_comes_too_late_once_staged():
     assert handle.stage()
     assert not handle.give_up()
     assert handle.staging_completion.done()
+
+
+@pytest.mark.parametrize("copied_first", [False, True])
+def test_a_swap_of_all_tensors_that_comes_late_shows_in_a_sample(make, monkeypatch, copied_first):
+    """Long after the first saves, and where no version counter shows it; also where the sample was copied before."""
+    checkpointer = make(verify=True)
+    state = {f"w{n}": torch.full((50_000,), float(n)) for n in range(100)}
+    for step in range(5):
+        handle = checkpointer.save(step, state, overlap=True)
+        assert handle.wait("sealed", timeout=60) == "ok"
+    arm(monkeypatch, f"{'mid' if copied_first else 'before'}_copy=sleep(0.2)")
+    for step in range(5, 9):
+        wanted = {key: tensor.clone() for key, tensor in state.items()}
+        handle = checkpointer.save(step, state, overlap=True)
+        for tensor in state.values():
+            tensor.data.add_(1)
+        if handle.wait("sealed", timeout=60) == "ok":
+            found = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
+            checkpointer.load(found, read_only=True)
+            assert all(torch.equal(found[key], wanted[key]) for key in state)
+    assert handle.outcome == "ok"
