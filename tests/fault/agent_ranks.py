@@ -202,7 +202,7 @@ class LightRank:
         self.retrieved.__exit__(None, None, None)
 
     def do_exit(self):
-        self.slots.close()
+        self.slots.close(20.0)
         self.store.close()
         raise SystemExit
 

@@ -307,6 +307,10 @@ def test_close_is_bounded_though_the_copy_hangs_and_the_agent_is_stopped(memory_
     pid = look(memory_dir, JOB).holder.pid
     try:
         handle = checkpointer.save(1, state(1), overlap=True)
+        deadline = time.monotonic() + PROMPT
+        while not os.listdir(checkpointer.store.path / "writing"):
+            assert time.monotonic() < deadline, "the copy did not begin"
+            time.sleep(0.005)
         os.kill(pid, signal.SIGSTOP)
         began = time.monotonic()
         checkpointer.close()
