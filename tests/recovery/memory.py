@@ -40,14 +40,18 @@ def fatal_pairs(cluster, step):
 
 
 def flip_bit(node, rank, step):
-    """In the data of the node's copy of that shard."""
+    """In the middle of the largest tensor of the node's copy of that shard.
+
+    Chunks at the ends of the data are read before any tensor is written to: they hold assumed tensors and values.
+    """
     ((shard, path),) = [
         (shard, path) for shard, path in scan(node).items() if (shard.rank, shard.generation.step) == (rank, step)
     ]
     fd = os.open(path, os.O_RDWR)
     try:
         header = read_header(fd, expect=shard, job=node.job)
-        place = header.data_offset_bytes + header.layout.entries[0].offset_bytes
+        largest = max(header.layout.entries, key=lambda entry: entry.length_bytes)
+        place = header.data_offset_bytes + largest.offset_bytes + largest.length_bytes // 2
         byte = os.pread(fd, 1, place)[0]
         os.pwrite(fd, bytes([byte ^ 0x10]), place)
     finally:
