@@ -25,9 +25,14 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
+_MOST_UNANSWERED = 3
 _GRACE = 10.0  # that a call's own end may take beyond its deadline
 # The agent is gone, was restarted, or drains: another one comes.
 _PASSING = (AgentError, DeniedError, ClosedError)
+
+
+class _UnansweredError(AgentError):
+    """An agent was there a moment ago and can't be reached: it has ended meanwhile."""
 
 
 class AgentLink:
@@ -190,12 +195,15 @@ class AgentLink:
             self._watcher.join(5.0)
 
     def _open(self, deadline: float) -> None:
-        """The first lease. An agent that drains answers, but takes no trainer any more: its successor will."""
+        """The first lease. An agent that drains takes no trainer, and soon does not answer: its successor will."""
+        unanswered = 0
         while True:
             try:
                 self._renew(None, deadline)
-            except ClosedError as error:
-                if self._closed.is_set() or time.monotonic() + _FIRST_PAUSE >= deadline:
+            except (ClosedError, _UnansweredError) as error:
+                unanswered += isinstance(error, _UnansweredError)
+                is_last = unanswered > (0 if self._start is None else _MOST_UNANSWERED)
+                if is_last or self._closed.is_set() or time.monotonic() + _FIRST_PAUSE >= deadline:
                     raise
                 log.info("no lease yet: %s", error.message)
             else:
@@ -225,6 +233,9 @@ class AgentLink:
                 fresh = AgentClient(self._socket_path)
                 try:
                     self._lease = self._hello(fresh)
+                except AgentError as error:
+                    fresh.close()
+                    raise _UnansweredError(error.message, hint=error.hint, **error.fields) from error
                 except BaseException:
                     fresh.close()
                     raise
