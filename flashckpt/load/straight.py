@@ -193,7 +193,7 @@ def _uninterrupted(fetch: Callable[[], None], stop: Flag) -> None:
 
 
 class _Run:
-    """One thread keeps the books; workers fetch."""
+    """This thread tracks what is fetched and what failed; workers fetch."""
 
     def __init__(self, ask: Ask, timeout: float) -> None:
         self.stop = Flag()

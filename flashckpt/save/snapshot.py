@@ -85,7 +85,7 @@ def snapshot(
 
 
 def _copy_host(data: memoryview, pieces: list[int], chunk_bytes: int, threads: int) -> None:
-    """Copies what lies in host memory, each run of neighbours at once, and marks it as in place."""
+    """Copies tensors in host memory, adjacent ones at once, and marks them as in place."""
     at = 0
     while at < len(pieces):
         end = at
