@@ -95,9 +95,9 @@ def _open_slots(
 
 
 def _start_agent(settings: Settings, topology: Topology) -> None:
-    """This node's, by its leader. What joining it takes to import takes as long as a third of its start.
+    """Starts this node's agent, on the node's lowest rank, and meanwhile imports what joining it needs.
 
-    In a thread: an exception in the middle of gRPC, or of its import, would leave it unusable in this process.
+    Runs in a thread: an exception inside gRPC, or inside its import, would leave gRPC unusable in this process.
     """
     timeout = min(30.0, settings.config.start_timeout)
 

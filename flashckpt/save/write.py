@@ -79,9 +79,10 @@ class ShardWriter:
         deferred: Deferred | None = None,
         ready: Mapping[torch.device, torch.Event] | None = None,
     ) -> Written:
-        """Raises NoSpaceError, BusyError, ChangedError, FencedError. In each case earlier shards are unchanged.
+        """Write and seal a shard. Raises NoSpaceError, BusyError, ChangedError, FencedError. Earlier shards stay.
 
-        `deferred` proves that the copy is the state at save(); None: the caller has a copy of his own. `ready`: see
+        `deferred` proves that the copy is the state at save(); None: no proof is made, because the
+        caller has a copy of its own. `ready`: see
         Copier.copy.
         """
         began = time.perf_counter()
