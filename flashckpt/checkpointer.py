@@ -67,7 +67,7 @@ class CheckpointerStatus:
     saves: dict[str, int]  # how many ended how
     last_problem: str
     store: StoreStatus
-    device_copies: dict[str, str]  # device type → "registered", "ring" or "plain": how its tensors are copied
+    device_copies: dict[str, str]  # device type → "registered", "ring" or "plain" (devices/copier.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ P = ParamSpec("P")
 def _given_up_on_error(
     save: Callable[Concatenate[Checkpointer, P], SaveHandle],
 ) -> Callable[Concatenate[Checkpointer, P], SaveHandle]:
-    """A caller that gets an exception in the place of a handle does not wait for the copy: it must not be sealed."""
+    """Give the save up if the call raises: a caller without a handle can't wait for the copy."""
 
     @functools.wraps(save)
     def call(self: Checkpointer, /, *args: P.args, **kwargs: P.kwargs) -> SaveHandle:
@@ -108,8 +108,8 @@ class Checkpointer:
     Start, `load`, `start_fresh`, `prewarm` and the first `save` are collective over a private group; all later
     saves are local. Nothing here is thread-safe against itself: overlapping calls raise ConflictError.
 
-    An exception at any moment, as of Ctrl-C or an alarm, leaves it usable or closed. Where other ranks were in the same
-    collective call it says so at the next one: then it has to be made anew.
+    An exception at any moment, as from Ctrl-C or an alarm, leaves it usable or closed. If it ended a collective call
+    that other ranks went on with, the next collective call raises ConflictError: make a new Checkpointer on all ranks.
     """
 
     def __init__(
@@ -172,11 +172,11 @@ class Checkpointer:
 
         With `overlap` the copy runs in a thread, and tensors may be mutated once `handle.wait("staged")` has returned;
         other values are taken here and now. The next call waits for it. Whoever can't wait any longer calls
-        `handle.give_up()` before it mutates them: then the copy is thrown away. A tensor that changes all the same is
-        found: the shard is not sealed, the outcome says which it was, and from then on it is copied before this
-        returns. `defers(key, tensor)` says whether the copy of a tensor may be deferred; None means: if it is large and
-        has not changed since the last save. Without `defers`, all copies may be. `on_begin` gets the handle before the
-        copy begins.
+        `handle.give_up()` before it mutates them: then the copy is thrown away. If a tensor changes before that and the
+        change is found, the shard is not sealed, the reason names the tensor, and later saves copy it before they
+        return. `defers(key, tensor)` returns True if a tensor may be deferred, or None if it may be as long as it is
+        large and has not changed since the last save. Without `defers`, all tensors may. `on_begin` gets the handle
+        before the copy begins.
         """
         with self._alone("save"):
             if self._settings.disabled:
@@ -217,7 +217,7 @@ class Checkpointer:
         defers: Callable[[str, torch.Tensor], bool | None],
         on_begin: Callable[[SaveHandle], None] | None,
     ) -> None:
-        """Returns when the immediate tensors are copied; the deferred ones are copied in the thread."""
+        """Starts the copy in the thread. Returns once the immediate tensors are copied."""
         try:
             deferred = self._deferrals.split(handle, prepared.flat, prepared.plan, defers)
             handle.before_pass = deferred.look_again
@@ -227,7 +227,7 @@ class Checkpointer:
             self._overlap.start(handle, lambda: self._write(handle, generation, prepared, planned, deferred, ready))
             deferred.wait_until_taken()
         except BaseException as error:
-            # Whatever it is (Ctrl-C, say): the caller does not get the handle, so he can't wait for the copy.
+            # Any exception, Ctrl-C too: without the handle the caller can't wait for the copy.
             handle.give_up()
             if self._overlap.handle is not handle and handle.outcome is None:
                 self._slots.void(generation)
@@ -489,9 +489,9 @@ class Checkpointer:
     def close(self, timeout: float | None = None) -> None:
         """Ends the use of the store; what is sealed stays.
 
-        Waits at most `timeout` (default save_timeout) seconds, in all, for a copy that is under way and for the agent;
-        what has not ended by then is left behind, with a warning. May be called twice; where an exception ended it,
-        once more to finish it.
+        Waits at most `timeout` seconds in all (default save_timeout) for a copy that is under way and for the agent.
+        What has not ended by then ends by itself, and a warning is logged. May be called twice; if an exception ended
+        it, call it again to finish it.
         """
         self._closed = True
         if self._all_closed:
@@ -501,7 +501,7 @@ class Checkpointer:
         self._all_closed = True
 
     def _close_all(self, timeout: float) -> None:
-        """Each part may be closed twice. A part of the time is kept for each that waits."""
+        """Close all parts, each of which may be closed twice. Each part that waits gets a share of the time."""
         began = time.monotonic()
 
         def left(share: float) -> float:
@@ -513,8 +513,8 @@ class Checkpointer:
         self._prewarm.wait(left(0.8))
         self._slots.close(left(1.0))
         if self._overlap.handle is not None or self._prewarm.is_running:
-            # SAFETY: whoever still writes into a slot needs its mapping.
-            log.warning("closed within %.1f s while a copy hangs: its slot and mapping stay until it ends", timeout)
+            # SAFETY: a copy that still writes into a slot needs its mapping.
+            log.warning("a copy did not end within %.1f s of close(): its slot and mapping stay until it ends", timeout)
         else:
             resume_collector()
             self._writer.close()
@@ -567,7 +567,7 @@ class Checkpointer:
 
     @property
     def is_busy(self) -> bool:
-        """A call is under way, in this thread or another."""
+        """Return True if a call is under way, in this thread or another."""
         return self._turns.is_busy
 
     @property
@@ -597,11 +597,11 @@ class Checkpointer:
         return self._turns.take(doing, 0 if self._settings.disabled else self._group.rounds)
 
     def _begin(self) -> None:
-        resume_collector()  # which an exception may have kept from being resumed
+        resume_collector()  # an exception may have ended a call before it resumed it
         self.settle()
 
     def _mend(self, broken: Turn) -> None:
-        """Before the first call after one that ended with an exception, at whatever instruction. May be repeated."""
+        """Put in order what a call left half done that an exception ended, at any instruction. May be repeated."""
         if self._settings.disabled:
             return
         if not broken.has_failed:
@@ -611,7 +611,7 @@ class Checkpointer:
         self._finish_prewarm(self.config.save_timeout)
         freed = self._store.take_back()
         if freed:
-            log.info("%d slots are free again that an exception in %s() had left half written", freed, broken.doing)
+            log.info("freed %d slots that an exception in %s() left half written", freed, broken.doing)
 
     def _renew_launch(self) -> None:
         """Collective."""

@@ -21,9 +21,9 @@ class _Pause:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # protects what follows
-        self._who: dict[int, int] = {}  # how often, by thread
+        self._who: dict[int, int] = {}  # thread → number of its open pauses
         self._was_on = False
-        self._is_paused = False  # from before it is switched off until after it is on again
+        self._is_paused = False  # set before the collector is switched off, cleared after it is on again
         self._watches_forks = False
 
     def begin(self) -> None:
@@ -78,5 +78,5 @@ def collector_paused() -> Iterator[None]:
 
 
 def resume_collector() -> None:
-    """Ends what this thread paused and an exception kept it from ending. Only where nothing of ours is under way."""
+    """Ends the pauses of this thread that an exception left open. Call it only while no call of ours is under way."""
     _pause.end_all()

@@ -162,10 +162,11 @@ class CheckpointConfig:
     """Threads that copy and verify. Default: the usable cores shared by the ranks of this node, at most 8."""
 
     verify: bool | Literal["recheck"] | None = None
-    """Check every chunk's CRC32C while loading (default). "recheck": also take checksums of what an overlapped save has
-    yet to copy, in save(), and compare them with the copy before it counts: finds changes that torch's version counters
-    do not show (through `.data` or NumPy, by a graph replay), for a read of the state on the training thread. The first
-    two saves of each launch are checked so in any case. Default: FLASHCKPT_VERIFY (recheck, on or off), else True."""
+    """True: check every chunk's CRC32C while loading. False: do not. "recheck": as True, and every overlapped save
+    takes checksums of the deferred tensors in save() and compares them with the copy before it seals the shard. That
+    finds changes that torch's version counters do not show (through `.data` or NumPy, by a graph replay), but reads the
+    deferred tensors once more on the training thread. The first two overlapped saves of each launch are always checked
+    so. None: FLASHCKPT_VERIFY (recheck, on or off), else True."""
 
     on_busy: Literal["wait", "skip"] = "wait"
     """When all slots hold generations that are still needed (the previous one is not replicated yet): wait, up to
@@ -175,16 +176,18 @@ class CheckpointConfig:
     """Whether a save that fails for lack of memory or the like only logs, or also raises."""
 
     save_timeout: float = 60.0
-    """Seconds a save may wait for other ranks, and `close()` takes at most."""
+    """Most seconds that a save waits for other ranks, that `optimizer.step()` waits for a copy, and that `close()`
+    takes."""
 
     start_timeout: float = 300.0
     """Seconds that start, load and the first save may wait for other ranks."""
 
     same_on_ranks: Literal["check", "ignore"] = "check"
-    """"check": compare checksums of tensors that count as the same on all ranks (everything but DTensors and what is in
-    PerRank), and warn once where ranks differ. All of them at the first save, as far as 64 KiB of each and 64 MiB of
-    all go; a few of them at some of the later saves, among the ranks of a node. "ignore": do not. Either way each rank
-    gets them back whole from one rank, the lowest that stored them."""
+    """"check": compare checksums of the tensors that count as the same on all ranks (all but DTensors and what is in
+    PerRank), and warn once if they differ between ranks. The first save compares all of them, reading at most 64 KiB of
+    each and 64 MiB of all. Some of the later saves compare a few of them among the ranks of a node. A load compares the
+    copies of the nodes. "ignore": do not compare. In both cases a load gives each rank all of them from one rank, the
+    lowest that stored them."""
 
     allow_torch_save: bool = False
     """Store values of other types as `torch.save` blobs, which load with weights_only=True."""
@@ -194,14 +197,14 @@ class CheckpointConfig:
     copied yet. False: it copies in `save()`, where the host has no core to spare."""
 
     device_copy_bytes_per_second: int | None = None
-    """Most bytes per second that a rank copies from its accelerators to host memory, all together; None: no limit.
-    Copies then go in chunks with pauses between them, so that collectives keep their share of the link; a save takes
-    longer, and without `overlap` so does `save()`. Loads are not limited."""
+    """Most bytes per second that a rank copies from all its accelerators to host memory. None: no limit. With a limit,
+    copies are made in chunks with pauses between them, so that collectives keep their share of the link. A save then
+    takes longer, and without `overlap` so does `save()`. Loads are not limited."""
 
     device_snapshot: bool = False
-    """Copy tensors on accelerators to device memory first, in the order of the caller's stream, and from there to the
-    host: nothing that is queued behind `save()` can change what is saved, a replay of a CUDA graph included. Takes
-    device memory for that long; tensors that it has no room for are copied as without."""
+    """Clone tensors on accelerators in device memory first, in the order of the caller's stream, and copy the clones to
+    the host. Work that is queued after `save()`, a replay of a CUDA graph included, then can't change what is saved.
+    Takes device memory until the copy is made. Tensors that the device has no room for are not cloned."""
 
     prewarm: bool = True
     """A manager makes the memory for its saves in the background, at the first step that is not saved: the first save

@@ -134,7 +134,7 @@ class FlashWriter(StorageWriter):
             self._world = self._origin.topology.world
 
     def prepare_local_plan(self, plan: DcpSavePlan) -> DcpSavePlan:
-        # The coordinator's planner leaves each plain tensor to one rank: afterwards nobody knows who has it too.
+        # The coordinator's planner leaves each plain tensor to one rank, and the plan no longer tells who else has it.
         return replace(plan, storage_data=tuple(item.index.fqn for item in plan.items if _is_assumed(item)))
 
     def prepare_global_plan(self, plans: list[DcpSavePlan]) -> list[DcpSavePlan]:
@@ -247,17 +247,17 @@ def _plan_tensors(items: list[WriteItem], planner: SavePlanner) -> tuple[Flat, S
 
 
 def _is_assumed(item: WriteItem) -> bool:
-    """DCP's word for a whole tensor that is no DTensor, see state/regions.py."""
+    """Whether it is an assumed tensor (state/regions.py): DCP calls a whole tensor that is no DTensor TENSOR."""
     return item.type == WriteItemType.TENSOR
 
 
 def _assumed_to_lowest(plans: list[DcpSavePlan]) -> list[DcpSavePlan]:
-    """Has the lowest rank that has it write each plain tensor, where DCP would spread them over all ranks."""
+    """Makes the lowest rank that has a plain tensor write it. DCP would spread them over all ranks."""
     lowest: dict[str, int] = {}
     for rank, plan in enumerate(plans):
         for fqn in plan.storage_data or ():
             lowest.setdefault(fqn, rank)
-    # With DCP's cached plans some come without what they hold: their ranks write what they wrote the last time.
+    # With DCP's cached plans some plans are empty: their ranks write the same tensors as at the last save.
     if not all(getattr(plan, "usable", True) for plan in plans):
         return plans
     items: list[list[WriteItem]] = [[] for _ in plans]

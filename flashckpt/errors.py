@@ -135,15 +135,15 @@ class BusyError(FlashError):
 
 
 class ChangedError(FlashError):
-    """A tensor changed between save() and the end of its copy. The shard was not sealed; earlier ones are as they were.
+    """Raised when a tensor changed between save() and the end of its copy. The shard was not sealed.
 
-    Not raised for tensors that were copied before save() returned: they may change at any time afterwards.
+    Not raised for immediate tensors that change after an overlapped save() has returned: they may change at any time.
     """
 
     code = "FC-SAVE-001"
     default_hint = (
-        "change it in optimizer.step() only, call maybe_wait_for_staging() before, or save with overlap=False; "
-        "the next save copies it before it returns"
+        "the next saves copy the tensor before they return; to keep its copy overlapped, change it only in "
+        "optimizer.step() or after maybe_wait_for_staging(); or save with overlap=False"
     )
 
 

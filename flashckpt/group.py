@@ -29,13 +29,13 @@ class PrivateGroup:
     def __init__(
         self, process_group: dist.ProcessGroup | None, timeout: float, undo: contextlib.ExitStack | None = None
     ) -> None:
-        """`undo` closes it, from before it is there."""
+        """`undo` gets a callback that closes the group, before the group is made."""
         self._group: dist.ProcessGroup | None = None
         if undo is not None:
             undo.callback(self.close)
         self._timeout = timeout
         self._rounds = 0
-        self._left = ""  # what is being done, and what an exception ended in the middle
+        self._left = ""  # the call that an exception ended in the middle; "": none
         self.rank, self.world = 0, 1
         self.global_ranks: tuple[int, ...] = (0,)
         self.spans_the_world = True
@@ -137,12 +137,14 @@ class PrivateGroup:
 
     @property
     def rounds(self) -> int:
-        """How often it was talked over."""
+        """The number of collective rounds so far."""
         return self._rounds
 
     def leave(self, doing: str, since: int) -> None:
-        """This rank left a call in the middle that began at `since` rounds. Where it has talked to the others by then,
-        they go on without it: nothing can be agreed on any more, and every further use raises ConflictError."""
+        """Records that an exception ended a call that began at `since` rounds.
+
+        If there were rounds since, the other ranks go on without this one, and every further use raises ConflictError.
+        """
         if self._group is not None and self._rounds > since:
             self._left = self._left or doing
 
@@ -157,7 +159,7 @@ class PrivateGroup:
         try:
             return call()
         except RuntimeError as error:
-            self._left = ""  # gloo itself refuses what comes after
+            self._left = ""  # gloo itself refuses further calls
             waited = time.monotonic() - began
             raise DeadlineError(
                 f"{doing}: rank {self.rank} of {self.world} waited {waited:.1f} s (limit {self._timeout:.0f} s) "

@@ -45,12 +45,12 @@ def join(
 ) -> tuple[AgentSlots, AgentMemory]:
     """Connects this rank with its node's agent, which runs, and the agents with each other. Collective.
 
-    `undo` closes what is open where it fails.
+    `undo` gets callbacks that close what is open if it fails.
     """
     timeout = settings.config.start_timeout
     options = options_of(settings)
     link = _link(settings, topology, store)
-    undo.callback(link.close)  # before it is open: an exception may come at any moment
+    undo.callback(link.close)  # before open(): an exception may come at any moment
     group.together("connecting to the agents", lambda: link.open(min(30.0, timeout)))
     bundle, addresses = _meet(group, settings, topology, link) if len(topology.nodes) > 1 else (None, [""])
     session = _session(settings, topology, launch, addresses)

@@ -365,7 +365,7 @@ class CheckpointManager:
                 owner.renaming = renaming
 
     def _end_load(self) -> None:
-        """May be repeated."""
+        """Drop what a load has prepared. May be repeated."""
         if self._loading:
             if self._state.optimizer is not None:
                 self._state.optimizer.end_load()
@@ -507,10 +507,10 @@ class CheckpointManager:
         return handle
 
     def close(self) -> None:
-        """Waits for a copy that is under way, and lets go of hooks and handlers.
+        """Waits for a copy that is under way, and removes hooks and signal handlers.
 
-        Takes at most save_timeout, as `Checkpointer.close`. May be called twice; where an exception ended it, once more
-        to finish it.
+        Takes at most save_timeout, as `Checkpointer.close`. May be called twice; if an exception ended it, call it
+        again to finish it.
         """
         self._closed = True
         if self._all_closed:
@@ -522,7 +522,7 @@ class CheckpointManager:
         self._gate.remove()
         if self._signals is not None:
             self._signals.restore()
-        # In a thread: whoever has lost its agent waits for another one.
+        # In a thread: if the agent is gone, the call waits for another one.
         begin_in_thread(self._ask_flushes, "flashckpt-flush").wait(0.2 * self.config.save_timeout)
         self._recorder.poll()
         self._checkpointer.close(max(0.0, deadline - time.monotonic()))
@@ -545,7 +545,7 @@ class CheckpointManager:
     def _check_free(self, doing: str) -> None:
         self._check_open()
         if self._loading and not self._checkpointer.is_busy:
-            self._end_load()  # one that an exception ended, in the very moment when it was ended
+            self._end_load()  # an exception interrupted the end of an earlier load
         if self._locked:
             raise ConflictError(f"{doing}() within lock()", hint="leave the `with manager.lock()` block first")
 

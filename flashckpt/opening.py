@@ -44,7 +44,7 @@ class Opened:
 
 
 def open_all(settings: Settings, process_group: dist.ProcessGroup | None, undo: contextlib.ExitStack) -> Opened:
-    """`undo`, the caller's, closes what is open where something fails, on the way back to the caller too."""
+    """Opens all parts. `undo`, which the caller owns, gets callbacks that close what is open if anything fails."""
     config = settings.config
     group = PrivateGroup(process_group, config.start_timeout, undo)
     settings = dataclasses.replace(settings, job=_job_of(group, settings))
@@ -95,14 +95,14 @@ def _open_slots(
 
 
 def _start_agent(settings: Settings, topology: Topology) -> None:
-    """This node's, by its leader. What joining it takes to import takes as long as a third of its start.
+    """Starts this node's agent, on the node's lowest rank, and meanwhile imports what joining it needs.
 
-    In a thread: an exception in the middle of gRPC, or of its import, would leave it unusable in this process.
+    Runs in a thread: an exception inside gRPC, or inside its import, would leave gRPC unusable in this process.
     """
     timeout = min(30.0, settings.config.start_timeout)
 
     def start() -> None:
-        # Here: whoever does without an agent does without gRPC.
+        # Imported here: without an agent no gRPC is needed.
         from flashckpt.agent.start import ensure_agent, options_of
         from flashckpt.rpc.settings import prepare_trainer
 

@@ -1,4 +1,4 @@
-"""One call at a time on an object that an exception may leave at any moment."""
+"""Allows one call at a time on an object, and repairs it if an exception ended the call before."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ if TYPE_CHECKING:
 
 
 class Turns:
-    """Knows which call is under way, and whether the one before ended as it should.
+    """Knows which call is under way, and whether the call before it returned normally.
 
-    A call that ends with an exception, at whatever instruction, leaves a mark, and the next one begins with `mend`,
-    which puts in order what may be half done. Until `mend` has returned the mark stays.
+    A call that ends with an exception, at whatever instruction, leaves a mark. The next call then begins with `mend`,
+    which puts in order what may be half done. The mark stays until `mend` has returned.
     """
 
     def __init__(self, mend: Callable[[Turn], None], begin: Callable[[], None]) -> None:
-        """`begin` comes first in every call; what it raises ends the call."""
+        """`begin` runs at the start of every call, after `mend`. If it raises, the call ends."""
         self._mend = mend
         self._begin = begin
         self._lock = threading.Lock()  # protects what follows
         self._current: Turn | None = None
-        self._broken: Turn | None = None  # the first that did not end as it should
+        self._broken: Turn | None = None  # the first call that has not returned normally
 
     def take(self, doing: str, since: int = 0) -> Turn:
-        """For a `with`. ConflictError there, where another call is under way."""
+        """Return a context manager. Entering it raises ConflictError if another call is under way."""
         return Turn(self, doing, since)
 
     @property
     def is_busy(self) -> bool:
-        """A call is under way."""
+        """Return True if a call is under way."""
         current = self._current
         return current is not None and current.is_under_way()
 
@@ -46,7 +46,7 @@ class Turns:
                     f"{turn.doing}() called while another call is under way", hint="call from one thread"
                 )
             broken = self._broken or other
-            # Broken until it has ended well: nothing needs to be done for that when an exception comes.
+            # Marked as broken until it has returned: then an exception needs no code that runs to leave the mark.
             self._broken = broken or turn
             self._current = turn
         if broken is not None:
@@ -67,15 +67,17 @@ class Turn:
 
     def __init__(self, turns: Turns, doing: str, since: int) -> None:
         self.doing = doing
-        self.since = since  # for whoever mends
-        self.has_failed = False  # it ended with an ordinary error, which all ranks heard of
+        self.since = since  # for `mend`
+        self.has_failed = False  # it ended with an ordinary error, which all ranks were told of
         self._turns = turns
         self._thread = threading.get_ident()
         self._frame: FrameType | None = None
 
     def is_under_way(self) -> bool:
-        """Whether the function that took it still runs. An exception may have ended it at any instruction, also while
-        it was leaving; so the stack is asked."""
+        """Return True if the function that entered the turn still runs.
+
+        Looks for its frame on the stack, because an exception may have ended it at any instruction, also in `_end`.
+        """
         frame, stack = self._frame, sys._current_frames().get(self._thread)
         while frame is not None and stack is not None:
             if stack is frame:

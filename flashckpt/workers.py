@@ -1,9 +1,9 @@
-"""Threads and waits that stay usable when an exception comes at any moment, as Ctrl-C or an alarm makes one.
+"""Threads and waits that stay usable if a signal handler (Ctrl-C, an alarm) raises an exception at any moment.
 
-Python runs signal handlers on the main thread, between two instructions of whatever it is doing. In threading's
-Condition, Event and Future, in thread pools and within gRPC an exception there can leave a lock locked for ever. So
-the main thread uses what is here: its locks are taken by `with` on a lock made in C, where nothing comes between taking
-and releasing, and what can't be interrupted is done by a thread that no signal handler runs in.
+Python runs signal handlers on the main thread, between any two instructions. Inside threading's Condition, Event and
+Future, thread pools and gRPC such an exception can leave a lock locked for ever. The main thread therefore uses this
+module instead. Its locks are written in C and taken by `with`, which always releases them. Work that must not be
+interrupted runs in another thread, where no signal handler runs.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# A waiter looks again this often even if nobody wakes it: whoever was about to may have been interrupted.
+# A waiter checks its condition this often without being woken: the thread that was to wake it may be interrupted.
 _LOOK_SECONDS = 0.5
-_EXIT_SECONDS = 30.0  # that the process's end waits for work which is to be finished
+_EXIT_SECONDS = 30.0  # the end of the process waits so long for workers with `finishes`
 
 
-class Changed(_thread.RLock):  # type: ignore[misc]  # final by the stubs alone; a `with` has to find C
-    """A lock, taken by `with`, and a wait for a condition. Every change under the lock ends with `notify_all`."""
+class Changed(_thread.RLock):  # type: ignore[misc]  # final in the stubs only; `with` needs the C methods
+    """A lock, taken by `with`, and a wait for a condition. Call `notify_all` after every change under the lock."""
 
     def __init__(self) -> None:
         super().__init__()
         self._bells: list[_thread.LockType] = []
 
     def wait_for(self, condition: Callable[[], bool], timeout: float | None) -> bool:
-        """Whether `condition`, which is asked with the lock held, came true in time. Call it without the lock."""
+        """Wait for `condition`, which is called with the lock held. False after `timeout`. Call without the lock."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             bell = _thread.allocate_lock()
@@ -56,14 +56,14 @@ class Changed(_thread.RLock):  # type: ignore[misc]  # final by the stubs alone;
                 return False
 
     def notify_all(self) -> None:
-        """Wakes whoever waits. With the lock held."""
+        """Wake all waiters. Call with the lock held."""
         bells, self._bells = self._bells, []
         for bell in bells:
             bell.release()
 
 
 class Flag:
-    """Something that happens once; in the place of threading.Event."""
+    """A flag that is set once. Replaces threading.Event."""
 
     def __init__(self) -> None:
         self._is_set = False
@@ -78,16 +78,16 @@ class Flag:
             self._changed.notify_all()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Whether it was set in time."""
+        """Wait until it is set. False after `timeout`."""
         return self._changed.wait_for(self.is_set, timeout)
 
 
 class Pending(Generic[T]):
-    """A call that a worker carries out."""
+    """A call that a worker runs, and its result."""
 
     def __init__(self, call: Callable[[], T]) -> None:
         self._call: Callable[[], T] | None = call
-        self._is_begun: dict[None, bool] = {}  # decided by whoever is first to say so, in one step
+        self._is_begun: dict[None, bool] = {}  # set once, by `carry_out` or `cancel`; setdefault is atomic
         self._done = Flag()
         self._answer: list[T] = []
         self._error: BaseException | None = None
@@ -101,42 +101,42 @@ class Pending(Generic[T]):
         return self._is_begun.get(None) is False
 
     def wait(self, timeout: float | None) -> bool:
-        """Whether it has ended in time, well or not."""
+        """Wait until the call has returned, raised or been cancelled. False after `timeout`."""
         return self._done.wait(timeout)
 
     def result(self) -> T:
-        """Once it is done and was not cancelled. Raises what the call raised."""
+        """Return what the call returned, or raise what it raised. Only once it is done and was not cancelled."""
         if self._error is not None:
             error, self._error = self._error, None  # its traceback would keep the caller's frames alive
             raise error
         return self._answer[0]
 
     def cancel(self) -> bool:
-        """Whether it had not begun; then it never does. May be called again."""
+        """Prevent the call from beginning. False: it has begun already. May be called again."""
         if self._is_begun.setdefault(None, False):
             return False
         self._done.set()
         return True
 
     def carry_out(self) -> None:
-        """By the worker."""
+        """Run the call, unless it was cancelled. Called by the worker only."""
         if not self._is_begun.setdefault(None, True):
             return
         call, self._call = self._call, None
         try:
             if call is not None:
                 self._answer.append(call())
-        except BaseException as error:  # all of it is the caller's
+        except BaseException as error:  # `result` raises it in the caller
             self._error = error
         finally:
-            del call  # whoever waits may rely on it that what the call held is free
+            del call  # before `done`: a waiter may rely on the call's references being dropped
             self._done.set()
 
 
 class Worker:
-    """One thread, which carries out what it is given in turn. It starts with the first call and ends with `close`.
+    """One thread that runs calls in order. It starts with the first call and ends with `close`.
 
-    A daemon: the end of the process waits for it only with `finishes`, and not for ever.
+    It is a daemon thread. With `finishes`, the end of the process waits for it, but at most for 30 s.
     """
 
     def __init__(self, name: str, *, finishes: bool = False) -> None:
@@ -148,11 +148,11 @@ class Worker:
         self._closed = False
 
     def submit(self, call: Callable[[], T]) -> Pending[T]:
-        """Returns at once."""
+        """Queue `call` and return at once."""
         return self.hand_over(Pending(call))
 
     def hand_over(self, pending: Pending[T]) -> Pending[T]:
-        """As `submit`, for a caller that has to know of the call before it can begin."""
+        """Queue a call that the caller has made before, so that it can note the call before it begins."""
         if self._thread is None:
             self._start()
         self._last = pending
@@ -160,38 +160,38 @@ class Worker:
         return pending
 
     def wait_idle(self, timeout: float) -> bool:
-        """Whether it had nothing left to do in time."""
+        """Wait until all queued calls have ended. False after `timeout`."""
         last = self._last
         return last is None or last.wait(timeout)
 
     def close(self) -> None:
-        """It ends once it has done what it was given. Does not wait. May be called twice."""
+        """Make the thread end after the queued calls. Does not wait. May be called twice."""
         self._closed = True
         if self._thread is not None:
             self._calls.put(None)
 
     def __del__(self) -> None:
-        with contextlib.suppress(AttributeError):  # it was never made
+        with contextlib.suppress(AttributeError):  # __init__ was interrupted
             self._calls.put(None)
 
     def _start(self) -> None:
         if self._finishes:
             _wait_at_exit(self)
         thread = threading.Thread(target=_work, args=(self._calls,), name=self._name, daemon=True)
-        # Not thread.start() from here: interrupted, it can leave the lock locked by which the thread says it is there.
+        # Not thread.start() here: if interrupted, it can leave locked the lock that reports the thread's start.
         _thread.start_new_thread(_begin, (thread,))
         self._thread = thread
 
 
 def run_in_thread(call: Callable[[], T], name: str) -> T:
-    """Carries out `call` in a thread of its own. Where the caller is interrupted, the thread goes on to its end."""
+    """Run `call` in a thread of its own and wait for it. If the caller is interrupted, the thread goes on."""
     pending = begin_in_thread(call, name)
     pending.wait(None)
     return pending.result()
 
 
 def begin_in_thread(call: Callable[[], T], name: str) -> Pending[T]:
-    """Has `call` carried out in a thread of its own."""
+    """Start `call` in a thread of its own and return at once."""
     worker = Worker(name)
     pending = worker.submit(call)
     worker.close()
@@ -199,7 +199,7 @@ def begin_in_thread(call: Callable[[], T], name: str) -> Pending[T]:
 
 
 def on_main_thread() -> bool:
-    """Whether signal handlers run here."""
+    """Return True if the caller is on the main thread, where signal handlers run."""
     return threading.current_thread() is threading.main_thread()
 
 
@@ -215,7 +215,7 @@ def _work(calls: SimpleQueue[Pending[Any] | None]) -> None:
 def _begin(thread: threading.Thread) -> None:
     try:
         thread.start()
-    except RuntimeError:  # no further thread can be started: this one is there
+    except RuntimeError:  # no more threads can be started: use the one that runs this
         thread.run()
 
 
@@ -225,7 +225,7 @@ _waits_at_exit: list[bool] = []
 
 def _wait_at_exit(worker: Worker) -> None:
     if not _waits_at_exit:
-        # Here and not at import: it has to be called before what the work needs, gRPC say, is shut down.
+        # Not at import: what is registered later runs earlier, and this must run before gRPC, for one, is shut down.
         _waits_at_exit.append(True)
         atexit.register(_finish_all)
     _at_exit.add(worker)

@@ -63,7 +63,7 @@ class Kept(TakesHead, Protocol):
 
 
 class Stop(Protocol):
-    """threading.Event, or what is like it."""
+    """The part of threading.Event that is used here."""
 
     def is_set(self) -> bool: ...
 

@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
-_MOST_UNANSWERED = 3
-_GRACE = 10.0  # that a call's own end may take beyond its deadline
+_MOST_UNANSWERED = 3  # agents, one after the other, that end before they answer the first call
+_GRACE = 10.0  # seconds that a call may take to end beyond its deadline
 # The agent is gone, was restarted, or drains: another one comes.
 _PASSING = (AgentError, DeniedError, ClosedError)
 
@@ -52,10 +52,10 @@ class AgentLink:
         self.job = job
         self._rank = rank
         self._start = start
-        self._worker = Worker("flashckpt-agent")  # calls of the main thread, and the last words
+        self._worker = Worker("flashckpt-agent")  # makes the calls of the main thread, and the last one
         self._lock = threading.Lock()  # protects the lease: one thread renews it, the others wait
-        self._swap = threading.Lock()  # protects the next one
-        self._client: AgentClient | None = None  # of all calls but the watch
+        self._swap = threading.Lock()  # protects _client
+        self._client: AgentClient | None = None  # for all calls except the watch
         self._watching: AgentClient | None = None
         self._lease: Lease | None = None
         self._closed = Flag()
@@ -64,7 +64,7 @@ class AgentLink:
         self._watcher: threading.Thread | None = None
 
     def open(self, timeout: float) -> None:
-        """Connects. Once it was called, in vain too, `close` is due."""
+        """Connects. Once this was called, even if it raised, `close` has to be called."""
         deadline = time.monotonic() + timeout
         self._aside(lambda _: self._open(deadline), timeout, "connecting to the agent")
 
@@ -82,13 +82,12 @@ class AgentLink:
         return self._aside(lambda given_up: self._call(call, timeout, doing, given_up), timeout, doing)
 
     def release(self, end: Callable[[], None]) -> None:
-        """Ends something that goes on over the connection, as a stream does."""
+        """Calls `end`, which ends a stream or the like over the connection."""
         if not self.is_forked:
             self._aside(lambda _: end(), _GRACE, "ending a call of the agent")
 
     def _aside(self, call: Callable[[Flag], T], timeout: float, doing: str) -> T:
-        """Carries out `call` where no exception of a signal handler comes. Its flag says that nobody waits for it any
-        more."""
+        """Runs `call` in a thread where no signal handler runs. Sets its flag if the caller stops waiting."""
         given_up = Flag()
         if not on_main_thread() or self._closed.is_set():
             return call(given_up)
@@ -109,7 +108,7 @@ class AgentLink:
         return pending.result()
 
     def _throw_away(self, client: AgentClient | None) -> None:
-        """In a thread of its own. Calls over it end; whoever else has one under way tries again with another client."""
+        """Closes a client, in a thread of its own. Other threads retry their calls over it with another client."""
         if client is not None:
             self._replace(client, None)
 
@@ -141,7 +140,7 @@ class AgentLink:
                     ) from error
                 log.info("%s: %s; trying again", doing, error.message)
             if client is not None and self._client is not client:
-                continue  # a call of another thread was interrupted, and the client went with it
+                continue  # the client was thrown away with an interrupted call of another thread
             if self._closed.wait(pause):
                 continue
             pause = min(2 * pause, _LONGEST_PAUSE)
@@ -153,29 +152,29 @@ class AgentLink:
     def _refuse_fork(self, doing: str) -> None:
         if self.is_forked:
             raise ConflictError(
-                f"{doing}: the connection is of process {self._pid}, used by its fork {os.getpid()}",
+                f"{doing}: the connection belongs to process {self._pid}, but its fork {os.getpid()} used it",
                 hint="make a Checkpointer of its own in the child",
             )
 
     @property
     def is_forked(self) -> bool:
-        """Whether this is a child's copy: the connection behind it is the parent's, and must not be touched."""
+        """Whether this is the copy in a forked child. The connection belongs to the parent and must not be used."""
         return self._pid != os.getpid()
 
     def close(self, timeout: float = _GRACE) -> bool:
-        """Whether all of it ended in time; else the rest ends by itself. May be called again."""
+        """Ends the lease and the connection. False: not in time, then they end by themselves. May be called again."""
         if self.is_forked:
             return True
         self._closed.set()
         if self._farewell is None:
             farewell = Pending(self._say_goodbye)
             self._worker.hand_over(farewell)
-            # Two goodbyes, of a close() that was interrupted here, are one too many, and no harm.
+            # If close() is interrupted here, the next one sends a second goodbye, which does no harm.
             self._farewell = farewell
             self._worker.close()
         ended = self._farewell.wait(timeout)
         if not ended:
-            log.warning("the agent was not told of the end within %.1f s: it finds out by itself", timeout)
+            log.warning("the agent was not told of close() within %.1f s; it notices when the process ends", timeout)
         return ended
 
     def _say_goodbye(self) -> None:
@@ -261,7 +260,7 @@ class AgentLink:
             lives = False  # the lease: a connection may also end of age
             try:
                 if lease is not None:
-                    # A connection of its own: it is not thrown away with the one that an interrupted call went over.
+                    # A connection of its own, because the other is thrown away when a call is interrupted.
                     with AgentClient(self._socket_path) as self._watching:
                         if self._closed.is_set():
                             return

@@ -261,7 +261,7 @@ def _ask(directory: Directory, timeout: float) -> dict[str, Any]:
 
 
 def _with_client(directory: Directory, timeout: float, call: Callable[[AgentClient], T]) -> T:
-    """Not on the main thread: Ctrl-C there would leave a lock of gRPC locked, and closing the client would hang."""
+    """Must not run on the main thread: Ctrl-C could leave a lock of gRPC locked, and closing the client would hang."""
     path = _socket_path(directory)
 
     def run() -> T:

@@ -1,4 +1,4 @@
-"""Copies between an accelerator and host memory, and host copies that the native core can't make (odd strides)."""
+"""Copies between accelerators and host memory, and within host memory if the native core can't (odd strides)."""
 
 from flashckpt.devices.bits import DeviceCopy, as_bits, native_address
 from flashckpt.devices.clone import clone_on_device

@@ -1,4 +1,4 @@
-"""A tensor as plain bytes: its address, its integer view, and its pieces of bounded size."""
+"""Treats tensors as plain bytes: their address, their view as integers, and pieces of limited size."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class DeviceCopy:
 def native_address(fqn: str, tensor: torch.Tensor) -> int | None:
     """Return the address that the native core may copy from or to. None: torch has to make the copy.
 
-    Raises UnsupportedValueError where there is no memory at all: address 0 means something else to the core.
+    Raises UnsupportedValueError if the tensor has no memory.
     """
     if tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj()):
         address = tensor.data_ptr()
@@ -53,7 +53,7 @@ def as_bits(tensor: torch.Tensor) -> torch.Tensor:
 def pieces(bits: torch.Tensor, limit_bytes: int) -> Iterator[tuple[torch.Tensor, int]]:
     """Yield views of at most `limit_bytes` (at least one element each), with their offset in the contiguous bytes.
 
-    Odd strides are cut as well: to copy such a piece takes temporary device memory of its size.
+    Tensors of odd strides are cut too: the copy of each piece takes temporary device memory of its size.
     """
     itemsize = bits.itemsize
     size = bits.numel() * itemsize
@@ -69,7 +69,7 @@ def pieces(bits: torch.Tensor, limit_bytes: int) -> Iterator[tuple[torch.Tensor,
     elif size <= limit_bytes:
         yield bits, 0
     else:
-        # Dimensions in front of this one have one element: a row's offset is its number times its size.
+        # All dimensions before this one have size 1, so a row's offset is its index times its size.
         dim = next(at for at, count in enumerate(bits.shape) if count > 1)
         row_bytes = size // bits.shape[dim]
         rows = max(1, limit_bytes // row_bytes)
@@ -86,7 +86,7 @@ def place(area: torch.Tensor, offset_bytes: int, bits: torch.Tensor) -> torch.Te
 
 
 def bits_of(one: DeviceCopy) -> torch.Tensor:
-    """Return the integer view of a copy's source. InternalError where it does not fill its byte range."""
+    """Return the integer view of a copy's source. Raises InternalError if it does not fill its byte range."""
     bits = as_bits(one.source)
     if bits.numel() * bits.itemsize != one.length_bytes:
         raise InternalError(

@@ -1,4 +1,4 @@
-"""Copies in device memory: what is taken in the order of the caller's stream can't tear any more."""
+"""Clones tensors in device memory, in the order of the caller's stream, so that later work can't change the copy."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def clone_on_device(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor | None
     """Queue a copy of each tensor's bytes, in the memory of its own device, on the caller's current stream.
 
     What the caller queues on that stream from now on, a replay of a CUDA graph included, does not change the copies.
-    They are contiguous integers, as `as_bits` gives them. None: the tensor is on the host, or its device had no room
-    (torch.OutOfMemoryError) and it has to be copied from where it is.
+    The clones are contiguous integers, as `as_bits` returns them. None: the tensor is on the host, or its device had no
+    room for a clone (torch.OutOfMemoryError).
     """
     clones: list[torch.Tensor | None] = []
-    # An allocation that fails costs the driver a synchronization: what is at least as large is not tried again.
+    # A failed allocation makes the driver synchronize, so nothing of the same size or larger is tried again.
     too_large: dict[torch.device, int] = {}
     for tensor in tensors:
         size = tensor.numel() * tensor.itemsize

@@ -1,8 +1,8 @@
-"""Copies a state into a slot. One way per device type, the best that works:
+"""Copies a state into a slot. For each device type it uses the best of three ways that works:
 
-`registered`: the driver knows the slot's memory; copies are queued on a side stream and run by themselves.
-`ring`: through two pinned buffers; the host brings each chunk from there into the slot.
-`plain`: one copy after the other, each waited for.
+`registered`: the slot's memory is registered with the driver; copies are queued on a side stream.
+`ring`: the device copies into two pinned buffers, from which the host copies each chunk into the slot.
+`plain`: one synchronous copy after the other.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ log = logging.getLogger(__name__)
 
 Way = Literal["registered", "ring", "plain"]
 
-# With a budget, chunks are this short in time: between two of them a collective gets the link for itself.
+# With a budget, a chunk takes at most this long. Between two chunks collectives have the link to themselves.
 _CHUNK_SECONDS = 0.05
 _LEAST_CHUNK_BYTES = 64 << 10
 
 
 class Queued:
-    """A copy under way. A context manager: when it is left, nothing writes to the slot any more."""
+    """A copy under way. A context manager: after its exit nothing writes to the slot any more."""
 
     def __init__(self, copier: Copier, data: memoryview, copies: Sequence[DeviceCopy]) -> None:
         self.events: dict[torch.device, torch.Event] = {}
-        """Per device an event behind its last queued copy: whoever makes his current stream wait for it may change the
-        device's tensors. A device is missing as long as `finish` has to make its copies."""
+        """For each device an event after its last queued copy. A caller whose current stream waits for it may change
+        the device's tensors. A device whose copies are made by `finish` has no event."""
         self._copier = copier
         self._data = data
-        # SAFETY: the side streams read these tensors until they are synchronized; freed before, their memory would be
-        # given to somebody else in the order of the stream that they were made on.
+        # SAFETY: the side streams read these tensors until they are synchronized. If a tensor were freed before, torch
+        # would reuse its memory in the order of the stream that made it.
         self._copies: Sequence[DeviceCopy] = copies
         self._streams: dict[torch.device, torch.Stream] = {}
         self._left: list[tuple[Way, torch.device, list[DeviceCopy]]] = []
@@ -58,7 +58,7 @@ class Queued:
 
     @property
     def is_queued(self) -> bool:
-        """Return True if `finish` has nothing to do but to wait."""
+        """Return True if all copies are queued, so that `finish` only waits."""
         return not self._left
 
     def finish(self) -> None:
@@ -71,7 +71,7 @@ class Queued:
             self.close()
 
     def close(self) -> None:
-        """Wait until no copy is under way; what is not queued yet is left out."""
+        """Wait until no copy is under way. Copies that are not queued yet are dropped."""
         self._left.clear()
         try:
             synchronize(self._streams.values())
@@ -88,8 +88,10 @@ class Queued:
 
 
 class Copier:
-    """Owns the side streams, the registration of slots with device drivers, and the pinned buffers. One copy at a time;
-    `pin`, `keep_only` and `forget` in any thread."""
+    """Owns the side streams, the registration of slots with device drivers, and the pinned buffers.
+
+    Makes one copy at a time. `pin`, `keep_only` and `forget` may be called in any thread.
+    """
 
     def __init__(
         self,
@@ -98,8 +100,8 @@ class Copier:
         bytes_per_second: int | None = None,
         threads: int = 1,
     ) -> None:
-        """`registrars`: by device type, instead of the table of all. `bytes_per_second`: a budget for all devices
-        together. `threads` move bytes from pinned buffers into the slot."""
+        """`registrars`: by device type; None: the common table. `bytes_per_second`: a budget for all devices together.
+        `threads`: how many threads copy from pinned buffers into the slot."""
         self._registrars = all_registrars() if registrars is None else dict(registrars)
         self._throttle = Throttle(bytes_per_second)
         self._has_budget = bytes_per_second is not None
@@ -116,7 +118,7 @@ class Copier:
 
     @property
     def ways(self) -> dict[str, str]:
-        """Device type → way, of all types that were copied from or prepared for; `cpu: host only` before any was."""
+        """Device type → way, of all types that were copied from or prepared for. Without any: `cpu: host only`."""
         with self._lock:
             return {**self._ways} if self._ways else {"cpu": "host only"}
 
@@ -132,7 +134,8 @@ class Copier:
     ) -> Queued:
         """Start copying into `data`: queue what devices can do by themselves, and make the host's copies.
 
-        `ready`: events to start behind, by device. Needed in a thread, whose current stream is not the caller's.
+        `ready`: for each device an event that the copies wait for. A thread passes it, since its current stream is not
+        the caller's.
         With a byte budget this blocks until the last chunk may be queued. If it raises, nothing writes to `data`.
         """
         queued = Queued(self, data, copies)
@@ -171,9 +174,9 @@ class Copier:
                     self._expected.setdefault(device.type, device)
 
     def pin(self, data: memoryview) -> None:
-        """Register a slot ahead of the first copy into it, for the devices that are expected. Nothing for the host's.
+        """Register a slot for the expected devices, ahead of the first copy into it.
 
-        Does not raise: the copy finds out for itself what works.
+        Does not raise. If a registration fails, the copy takes another way.
         """
         with self._lock:
             expected = list(self._expected.values())
@@ -181,15 +184,15 @@ class Copier:
             try:
                 self._way(device, data)
             except RuntimeError as error:
-                log.warning("no memory was prepared for %s: %s", device, error)
+                log.warning("preparing a slot for copies from %s failed, the save tries again: %s", device, error)
 
     def keep_only(self, size_bytes: int) -> None:
-        """Let registered slots of any other size go, so that the store can resize or remove them."""
+        """Unregister slots of any other size, so that the store can resize or remove them."""
         for memory in self._all_memory():
             memory.keep_only(size_bytes)
 
     def forget(self, data: memoryview) -> None:
-        """Let a registered slot go whose file was removed: registered it stays mapped, and keeps its memory."""
+        """Unregister a slot whose file was removed. Otherwise it stays mapped and its memory stays allocated."""
         for memory in self._all_memory():
             memory.remove(data)
 
@@ -261,7 +264,7 @@ class Copier:
         elif device in ready:
             stream.wait_event(ready[device])
         else:
-            # Nobody told what the caller had queued there (its backend was registered later): all of it counts.
+            # No event was taken, because the backend was registered later: wait for all that is queued there.
             torch.accelerator.synchronize(device)
 
 
@@ -284,4 +287,4 @@ def _tell(kind: str, way: Way, memory: RegisteredMemory | None) -> None:
     elif way == "ring":
         log.warning("saves from %s: registering memory failed; they go through pinned buffers from now on", kind)
     else:
-        log.warning("saves from %s: neither registered nor pinned memory can be had; copies are plain and slow", kind)
+        log.warning("saves from %s: no registered and no pinned memory is available; copies are slow", kind)

@@ -1,4 +1,4 @@
-"""CUDA's registrar, and HIP's: cudaHostRegister, with a failure's trace cleared from the calling thread."""
+"""The registrar for CUDA and HIP. After a failure it clears the calling thread's last error."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 
 log = logging.getLogger(__name__)
 
-_PORTABLE = 1  # cudaHostRegisterPortable: for all devices, not for the current one alone
-# How the file names of the runtimes begin, and the call that returns a thread's last error and clears it.
+_PORTABLE = 1  # cudaHostRegisterPortable: for all devices, not only for the current one
+# Prefix of the runtime's file name → the call that returns and clears a thread's last error.
 _RUNTIMES = {"libcudart": "cudaGetLastError", "libamdhip64": "hipGetLastError"}
 
 
@@ -24,23 +24,22 @@ class CudaRegistrar:
         if int(error) == 0:
             return True
         clear_last_error()
-        log.warning("cudaHostRegister of %d bytes failed with error %d", length_bytes, int(error))
+        log.warning("cudaHostRegister of %d bytes failed with CUDA error %d", length_bytes, int(error))
         return False
 
     def unregister(self, address: int) -> None:
         error = torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
         if int(error) != 0:
             clear_last_error()
-            log.warning("cudaHostUnregister failed with error %d", int(error))
+            log.warning("cudaHostUnregister failed with CUDA error %d", int(error))
 
 
 def clear_last_error() -> None:
-    """Clear the calling thread's last error: torch would raise it at the thread's next kernel launch, as if that had
-    failed.
+    """Clear the calling thread's last error. Otherwise torch raises it at the thread's next kernel launch.
 
-    Newer versions of torch bind cudaGetLastError. Else it is called in every runtime library that the process has
-    loaded, since each has its own last error. Without any (a statically linked runtime) a kernel is launched, whose
-    check takes the error away.
+    Newer versions of torch bind cudaGetLastError. With older ones it is called in every runtime library that the
+    process has loaded, since each has its own last error. If none is loaded (a statically linked runtime), a kernel is
+    launched: torch's check after the launch clears the error.
     """
     bound = getattr(torch.cuda.cudart(), "cudaGetLastError", None)  # type: ignore[no-untyped-call]
     if bound is not None:

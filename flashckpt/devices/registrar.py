@@ -1,6 +1,6 @@
-"""Registrars: page-lock memory that is mapped already, so that a device copies to and from it asynchronously.
+"""Registrars page-lock memory that is mapped already, so that a device can copy to and from it asynchronously.
 
-One class per accelerator, in a table by device type. An accelerator without one goes through pinned buffers (ring.py).
+A table has one class per device type. Copies from other accelerators go through pinned buffers (ring.py).
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ log = logging.getLogger(__name__)
 
 
 class Registrar(Protocol):
-    """What an accelerator's driver has to offer. Called with a device of its type as the current one."""
+    """Registers memory with an accelerator's driver. A device of its type is current when a method is called."""
 
     def register(self, address: int, length_bytes: int) -> bool:
         """Page-lock the range for all devices of the type. The caller keeps it mapped until `unregister`.
 
-        False: nothing is registered, copies work as before, and nothing of the failure is left behind in the driver.
+        False: nothing is registered. The failure must leave no error set in the driver.
         """
 
     def unregister(self, address: int) -> None:
-        """Undo `register`. No copy to or from the range is under way. Does not raise."""
+        """Undo `register`. The caller makes sure that no copy to or from the range is under way. Does not raise."""
 
 
 _registrars: dict[str, Callable[[], Registrar]] = {
@@ -48,15 +48,14 @@ def registrars() -> dict[str, Callable[[], Registrar]]:
 
 
 class RegisteredMemory:
-    """The slots that are registered with the driver of one device type. Any thread may call."""
+    """Holds the slots that are registered with the driver of one device type. Methods may be called in any thread."""
 
     def __init__(self, registrar: Registrar) -> None:
         self._registrar = registrar
         self._lock = threading.Lock()
         self._failed = False
-        # SAFETY: holding a view keeps the slot mapped for as long as the driver has it registered; the store does
-        # not unmap or resize memory that somebody has a view of. (A tensor made by frombuffer would not do: torch
-        # gives the buffer back at once.)
+        # SAFETY: a held view keeps the slot mapped while the driver has it registered, because the store does not
+        # unmap or resize memory with views. (A tensor made by frombuffer does not: torch releases the buffer at once.)
         self._held: dict[int, memoryview] = {}
 
     @property
@@ -66,7 +65,7 @@ class RegisteredMemory:
     def add(self, data: memoryview) -> bool:
         """Register the whole slot that `data` is a part of, unless it is already.
 
-        False for good once it failed: to try it again at every save would cost more than the copies through buffers.
+        After one failure it always returns False: a retry per save would cost more than copies through buffers.
         """
         whole = _whole(data)
         address = address_of(whole)
@@ -79,7 +78,7 @@ class RegisteredMemory:
             try:
                 self._failed = not self._registrar.register(address, whole.nbytes)
             except Exception as error:
-                log.warning("registering %d bytes with %s: %s", whole.nbytes, type(self._registrar).__name__, error)
+                log.warning("%s could not register %d bytes: %s", type(self._registrar).__name__, whole.nbytes, error)
                 self._failed = True
             if self._failed:
                 self._let_go(list(self._held))
@@ -88,12 +87,12 @@ class RegisteredMemory:
             return True
 
     def keep_only(self, size_bytes: int) -> None:
-        """Let slots of any other size go: the state has grown or shrunk, and the store resizes or removes them."""
+        """Unregister slots of any other size: the state has grown or shrunk, and the store resizes or removes them."""
         with self._lock:
             self._let_go_other_sizes(size_bytes)
 
     def remove(self, data: memoryview) -> None:
-        """Let the slot go that `data` is a part of, if it is registered."""
+        """Unregister the slot that `data` is a part of, if it is registered."""
         address = address_of(_whole(data))
         with self._lock:
             self._let_go([address] if address in self._held else [])
@@ -110,7 +109,7 @@ class RegisteredMemory:
             try:
                 self._registrar.unregister(address)
             except Exception as error:
-                log.warning("unregistering a slot with %s: %s", type(self._registrar).__name__, error)
+                log.warning("unregistering a slot with %s failed: %s", type(self._registrar).__name__, error)
             finally:
                 self._held.pop(address).release()
 
@@ -120,5 +119,5 @@ def address_of(data: memoryview) -> int:
 
 
 def _whole(data: memoryview) -> memoryview:
-    """Return a view of the buffer that `data` is a part of: a slot is registered once, whichever part is copied to."""
+    """Return a view of the whole buffer that `data` is a part of. A slot is registered once, as a whole."""
     return memoryview(data.obj).cast("B")

@@ -1,6 +1,6 @@
-"""Two page-locked buffers through which bytes pass where a device can't copy to or from the memory itself.
+"""Copies through two page-locked buffers if a device can't copy to the slot's memory asynchronously.
 
-While the device fills or empties one of them, the host does the other.
+While the device fills one buffer, the host empties the other.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NO_CRCS = b""
 
 
 def pinned_buffer(device: torch.device, size_bytes: int) -> torch.Tensor | None:
-    """Return host memory that devices of this type copy to and from asynchronously. None where torch has none.
+    """Return host memory that devices of this type copy to and from asynchronously. None: torch offers none.
 
     Called with a device of that type as the current one.
     """
@@ -39,14 +39,14 @@ def pinned_buffer(device: torch.device, size_bytes: int) -> torch.Tensor | None:
     try:
         buffer = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
     except RuntimeError as error:
-        log.warning("no pinned memory for %s: %s", device.type, str(error).partition("\n")[0])
+        log.warning("no pinned memory for %s, pageable is used: %s", device.type, str(error).partition("\n")[0])
         return None
     return buffer if buffer.is_pinned() else None
 
 
 @dataclass(slots=True)
 class _Fill:
-    """What lies in one buffer: rows of (offset in the buffer, address, length)."""
+    """Lists the content of one buffer as rows of (offset in the buffer, address, length)."""
 
     buffer: torch.Tensor
     rows: array[int] = field(default_factory=lambda: array("q"))
@@ -54,7 +54,7 @@ class _Fill:
 
 
 class Ring:
-    """The buffers of one device type. One user at a time."""
+    """Owns the buffers of one device type. Used by one thread at a time."""
 
     def __init__(self, buffers: tuple[torch.Tensor, ...]) -> None:
         self._buffers = buffers
@@ -62,7 +62,7 @@ class Ring:
 
     @staticmethod
     def make(device: torch.device, chunk_bytes: int = CHUNK_BYTES) -> Ring | None:
-        """Return None where pinned memory can't be had."""
+        """Allocate the buffers. Returns None if no pinned memory is available."""
         buffers: list[torch.Tensor] = []
         for _ in range(_BUFFERS):
             buffer = pinned_buffer(device, chunk_bytes)
@@ -81,8 +81,8 @@ class Ring:
     ) -> None:
         """Copy device tensors to host addresses. `stream` is the current one; pieces are at most `limit_bytes` long.
 
-        Each byte is at its address when this returns. If it raises, the caller has to synchronize the stream before
-        anything that the pieces refer to goes.
+        When this returns, all bytes are at their addresses. If it raises, the caller has to synchronize the stream
+        before it frees the source tensors or the memory at the addresses.
         """
         full: _Fill | None = None
         for fill in self._fills(stream, pieces, limit_bytes, throttle):
@@ -96,7 +96,7 @@ class Ring:
     def _fills(
         self, stream: torch.Stream, pieces: Iterable[tuple[torch.Tensor, int]], limit_bytes: int, throttle: Throttle
     ) -> Iterator[_Fill]:
-        """Yield each buffer once its last copy is queued. It is free again when the next but one is asked for."""
+        """Yield each buffer once its last copy is queued. It is filled again after the next buffer was yielded."""
         turn, used = 0, 0
         fill = _Fill(self._buffers[turn])
         for bits, address in pieces:
@@ -119,6 +119,6 @@ class Ring:
 def _empty(fill: _Fill, threads: int) -> None:
     if fill.event is not None:
         fill.event.synchronize()
-    # The plain multiple memcpy of the native core: nothing is checked, the interpreter is free meanwhile.
+    # With no CRCs the native core only copies, and releases the GIL meanwhile.
     buffer = fill.buffer.numpy().data
     native.gather_copy(buffer, len(buffer), _NO_CRCS, fill.rows, threads, False)

@@ -1,4 +1,4 @@
-"""Streams and events of whatever accelerator torch has."""
+"""Streams and events of any accelerator that torch supports."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-# Only "yes" is remembered: a backend may be registered after the first question.
+# Only True is remembered, because a backend may be registered after the first call.
 _found = threading.Event()
 
 
 def has_accelerator() -> bool:
-    """Return True if a tensor of this process can be elsewhere than in its own memory."""
+    """Return True if tensors of this process may be on an accelerator."""
     if not _found.is_set() and torch.accelerator.is_available():
         _found.set()
     return _found.is_set()
 
 
 def event_of(device: torch.device) -> torch.Event:
-    """Return an event behind all that this thread has queued on the device so far."""
+    """Return an event that comes after all work that this thread has queued on the device's current stream."""
     return torch.accelerator.current_stream(device).record_event()
 
 
@@ -35,7 +35,7 @@ def side_stream(device: torch.device) -> torch.Stream:
 
 
 def _lowest_priority(device: torch.device) -> int:
-    """Return 0, the default, where the backend does not tell (CUDA's range ends there; XPU has a lower one)."""
+    """Return the lowest priority, or 0, the default, if the backend does not tell it. CUDA's lowest is 0."""
     stream_type: Any = getattr(torch.get_device_module(device), "Stream", None)
     try:
         return int(stream_type.priority_range()[0])
@@ -44,10 +44,10 @@ def _lowest_priority(device: torch.device) -> int:
 
 
 def synchronize(streams: Iterable[torch.Stream]) -> None:
-    """Wait for every stream, also where one of them raises; then raise the first error.
+    """Wait for every stream, even if one of them raises; then raise the first error.
 
-    IMPORTANT: an interrupt that arrives meanwhile (Ctrl-C, an alarm) is held back until all have ended. Whoever calls
-    this is about to give the memory back that the streams write to.
+    IMPORTANT: an interrupt that arrives meanwhile (Ctrl-C, an alarm) is held back until all streams have ended, because
+    the caller then gives back the memory that the streams write to.
     """
     first: BaseException | None = None
     for stream in streams:
@@ -58,7 +58,7 @@ def synchronize(streams: Iterable[torch.Stream]) -> None:
                 first = first or error
             except BaseException as interrupt:
                 first = first or interrupt
-                continue  # it may have come before the wait was over
+                continue  # the wait may not be over
             break
     if first is not None:
         raise first

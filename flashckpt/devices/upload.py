@@ -1,4 +1,4 @@
-"""From staging buffers into tensors, asynchronously where the tensor is on a device: the way of a load."""
+"""Copies from staging buffers into tensors for a load, asynchronously if the tensor is on a device."""
 
 from __future__ import annotations
 
@@ -18,20 +18,22 @@ log = logging.getLogger(__name__)
 
 
 class Upload:
-    """Two staging buffers in turn, and a side stream per device. A context manager: when it is left, no copy is under
-    way, also where its body raised."""
+    """Owns two staging buffers, used in turn, and a side stream per device.
+
+    A context manager: after its exit no copy is under way, even if its body raised.
+    """
 
     def __init__(self, limit_bytes: int, device: torch.device | None) -> None:
-        """`limit_bytes` bounds all staging memory together. `device`: one that will be copied to; None: none will."""
+        """`limit_bytes` limits both buffers together. `device`: one that will be copied to; None: only host tensors."""
         self.buffer_bytes = max(1, min(CHUNK_BYTES, limit_bytes // 2))
         self._device = device
         self._buffers: list[torch.Tensor] = []
         self._turn = 0
         self._streams: dict[torch.device, torch.Stream] = {}
-        self._events: tuple[list[torch.Event], list[torch.Event]] = ([], [])  # behind the last copies from each buffer
+        self._events: tuple[list[torch.Event], list[torch.Event]] = ([], [])  # after the last copies from each buffer
 
     def next_buffer(self) -> torch.Tensor:
-        """Return a buffer that no copy reads from any more. Copies from the one before may go on."""
+        """Return a buffer that no copy reads from any more. Copies from the other one may be under way."""
         self._events[self._turn].extend(stream.record_event() for stream in self._streams.values())
         self._turn = 1 - self._turn
         for event in self._events[self._turn]:
@@ -68,8 +70,10 @@ class Upload:
         return torch.empty(self.buffer_bytes, dtype=torch.uint8)
 
     def _stream(self, device: torch.device) -> torch.Stream | None:
-        """Return our stream of the device, which begins behind what the caller has queued there. None: its backend has
-        no streams, and each copy is waited for."""
+        """Return our stream of the device, which first waits for what the caller has queued there.
+
+        None: the backend has no streams, and copies are synchronous.
+        """
         stream = self._streams.get(device)
         if stream is None:
             try:
@@ -83,8 +87,10 @@ class Upload:
 
 
 def copy_into(into: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False) -> None:
-    """Copy host memory into a tensor, converting its dtype. Only a copy that converts nothing can be asynchronous:
-    what torch converts on the host lies in memory of its own, which would go too early."""
+    """Copy host memory into a tensor and convert the dtype if needed.
+
+    Only a copy without conversion can be asynchronous: torch frees the host memory that it converts in too early.
+    """
     if source.dtype == into.dtype and not (into.is_neg() or into.is_conj()):
         as_bits(into).copy_(as_bits(source), non_blocking=non_blocking)
     else:

@@ -1,7 +1,8 @@
-"""Assumed tensors, which only count as the same on all ranks: each rank gets them whole from one rank's shard.
+"""Chooses the shard that assumed tensors are loaded from: all of them come from the shard of one rank.
 
-Ranks may differ in them, so a mean of one rank must not meet the variance of another. The lowest rank that stores them
-counts. A nearer copy takes its place only where checksums prove it equal. Pure.
+Their values may differ between ranks, so a load must not combine the mean of one rank with the variance of another. It
+takes the values of the lowest rank that stores them. A nearer copy is read instead only if checksums prove it equal.
+The functions here are pure.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Group(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Some of the wanted keys and the rank they all come from."""
+    """Some of the wanted keys, and the group whose lowest rank they all come from."""
 
     keys: tuple[str, ...]
     group: Group
@@ -50,12 +51,12 @@ class AssumedTensors:
         ends: Sequence[int],
         digests: Sequence[int] | Mapping[int, int],
     ) -> None:
-        """`ends`: of each layout, where its assumed tensors end; 0: it has none. `digests`: by rank, of its checksum
-        table (make_table); 0: not known."""
+        """`ends`: for each layout the offset where its assumed tensors end; 0: it has none. `digests`: for each rank
+        the digest of its checksum table (make_table); 0: not known."""
         found: dict[tuple[tuple[TensorEntry, ...], int], list[int]] = {}
         for layout, owners, end in zip(layouts, ranks, ends, strict=True):
             if end:
-                # They come first; what follows them may differ between the shards of a group.
+                # Assumed tensors come first; the other entries may differ between the shards of a group.
                 count = bisect_left(layout.entries, end, key=lambda entry: entry.offset_bytes)
                 found.setdefault((layout.entries[:count], end), []).extend(owners)
         groups = (
@@ -66,7 +67,7 @@ class AssumedTensors:
         self._digests = digests
 
     def choose(self, wanted: Iterable[str]) -> list[Choice]:
-        """Splits the wanted keys into as few parts as possible: one, where any shard holds all of them.
+        """Splits the wanted keys into as few choices as possible: one, if any shard holds all of them.
 
         Keys that are not assumed are left out.
         """
@@ -86,12 +87,12 @@ class AssumedTensors:
         return choices
 
     def equals(self, group: Group) -> tuple[int, ...]:
-        """The ranks of the group whose assumed tensors are proved equal to those of its lowest rank."""
+        """Returns the ranks of the group whose assumed tensors are proved equal to those of its lowest rank."""
         first = self._digests[group.ranks[0]]
         return tuple(rank for rank in group.ranks if first and self._digests[rank] == first) or group.ranks[:1]
 
     def differing(self) -> list[Group]:
-        """Groups whose ranks do not all hold the same: the table of the lowest one says where they differ."""
+        """Returns the groups whose ranks do not all hold equal tensors. The tables of their lowest ranks are needed."""
         return [group for group in self.groups if len(self.equals(group)) < len(group.ranks)]
 
     def sources(
@@ -101,10 +102,10 @@ class AssumedTensors:
         references: Mapping[int, bytes],
         table_of: Callable[[int], bytes | None],
     ) -> dict[str, int]:
-        """For each wanted key that is assumed, the rank whose shard to read it from.
+        """Returns, for each wanted key that is assumed, the rank whose shard it is read from.
 
-        `references` are the tables of the lowest ranks of groups that differ; `table_of` reads the table of a shard
-        that lies on this node, None where it can't.
+        `references` has the tables of the lowest ranks of `differing` groups. `table_of` reads the table of a shard on
+        this node; None: it can't be read.
         """
         sources: dict[str, int] = {}
         for choice in self.choose(wanted):
@@ -125,13 +126,13 @@ class AssumedTensors:
 
 
 def _is_assumed(entry: TensorEntry, end_bytes: int) -> bool:
-    """Of an entry that begins before the end of the assumed tensors: whether it is one, whatever a header claims."""
+    """Checks that an entry before the end of the assumed tensors is one. A header may be wrong."""
     is_whole = entry.box.sizes == entry.global_shape and not entry.per_rank
     return is_whole and 0 < entry.length_bytes <= end_bytes - entry.offset_bytes
 
 
 def only_from_one(stored: Index, assumed: AssumedTensors) -> Index:
-    """The same regions, but of assumed tensors only those of the one rank that counts; for whoever reads all shards."""
+    """Returns the same regions, but each assumed tensor from its chosen rank only. For readers of all shards."""
     wanted = (fqn for fqn, owner in stored if owner is None)
     chosen = {fqn: choice.rank for choice in assumed.choose(wanted) for fqn in choice.keys}
     return {
@@ -141,7 +142,7 @@ def only_from_one(stored: Index, assumed: AssumedTensors) -> Index:
 
 
 def piece_of(pieces: Sequence[Piece], rank: int) -> Piece:
-    """The piece that this rank's shard has, of a tensor that it has whole."""
+    """Returns the piece in this rank's shard that is the whole tensor."""
     return next(piece for piece in pieces if rank in piece.ranks and piece.entry.box.sizes == piece.entry.global_shape)
 
 
@@ -150,14 +151,14 @@ def _of_rank(pieces: Sequence[Piece], rank: int) -> list[Piece]:
 
 
 def make_table(chunk_bytes: int, chunk_crcs: bytes, end_bytes: int, tail_crc: int) -> bytes:
-    """The checksums of the assumed tensors of one shard: of each chunk that holds nothing else, and of the rest."""
+    """Returns the checksums of the assumed tensors of one shard: one per full chunk, and `tail_crc` for the rest."""
     complete = end_bytes // chunk_bytes
     tail = tail_crc.to_bytes(CRC_BYTES, "little") if end_bytes % chunk_bytes else b""
     return _CHUNK_BYTES.pack(chunk_bytes) + chunk_crcs[: complete * CRC_BYTES] + tail
 
 
 def is_equal(entry: TensorEntry, one: bytes, other: bytes) -> bool:
-    """Whether two tables prove that their shards hold the same bytes of this entry, which lies at the same place."""
+    """Returns True if two tables prove that both shards hold the same bytes of this entry, at the same offset."""
     (chunk_bytes,) = _CHUNK_BYTES.unpack_from(one)
     first = entry.offset_bytes // chunk_bytes
     last = (entry.offset_bytes + entry.length_bytes - 1) // chunk_bytes

@@ -56,7 +56,7 @@ class Attempt:
         self.near = frozenset(copies.on(ground.node))  # ranks whose shards lie on this node
         self.catalogue: Catalogue
         self.stored: Index = {}
-        self._references: dict[int, bytes] = {}  # rank → checksum table of its assumed tensors, where others differ
+        self._references: dict[int, bytes] = {}  # rank → checksum table, if other ranks' assumed tensors differ
         self.shards: dict[int, OpenShard] = {}  # by rank: those that this rank reads
         self.fetched: frozenset[int] = frozenset()  # ranks whose shards came from other nodes, for this rank
         self.touched = False  # tensors may have been written to
@@ -120,8 +120,10 @@ class Attempt:
         self._compare()
 
     def _compare(self) -> None:
-        """Learns where the copies of assumed tensors differ between ranks: from the lowest rank that has them, one
-        checksum for each of its chunks. Collective, and silent where they are all equal."""
+        """Gathers the checksum tables of the lowest ranks for assumed tensors whose copies differ, and warns.
+
+        Collective. If all copies are equal, there is no exchange.
+        """
         ground, differing = self._ground, self.catalogue.assumed.differing()
         if not differing:
             return
@@ -156,14 +158,14 @@ class Attempt:
         return catalogues.table_of(self._ground.store, self._ground.job, self._copies[rank], self._ground.verify)
 
     def _near_table(self, rank: int) -> bytes | None:
-        """None where the shard can't be read: another copy is then the one to take, or to find that out with."""
+        """Returns the checksum table of a shard on this node. None: it can't be read."""
         try:
             return self._table(rank)
         except (FlashError, OSError):
             return None
 
     def sources(self, keys: Iterable[str]) -> dict[str, int]:
-        """For each of these keys that is an assumed tensor, the rank whose shard it has to come from. Local."""
+        """Returns, for each key of an assumed tensor, the rank whose shard it is read from. Local."""
         return self.catalogue.assumed.sources(keys, self.reader, self._references, self._near_table)
 
     # --- fetch ----------------------------------------------------------------------------------------------

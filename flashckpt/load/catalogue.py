@@ -47,7 +47,7 @@ SHARD = np.dtype(
         ("data_offset_bytes", "<u8"),
         ("data_length_bytes", "<u8"),
         ("values_offset_bytes", "<u8"),
-        ("assumed_bytes", "<u8"),  # where its assumed tensors end in the data area
+        ("assumed_bytes", "<u8"),  # end of its assumed tensors in the data area; 0: it has none
         ("assumed_digest", "<u8"),  # of their checksums; 0: it has none
     ]
 )
@@ -109,14 +109,14 @@ def _read(fd: int, job: str, copy: Copy, verify: bool) -> tuple[Envelope, bytes,
         raise IncompatibleError(f"{copy.shard}: expected digest {copy.digest.hex()}, found {found.hex()}")
     whole = OpenShard(fd, envelope, Layout(()))
     values = read_range(whole, copy.shard.rank, envelope.values_offset_bytes, envelope.values_length_bytes, verify)
-    # What can't be decoded is as bad as a wrong checksum, and is to be found here.
+    # Decode here, so that values that can't be decoded are found like a wrong checksum.
     end = unpack(values).assumed_bytes
     digest = hashlib.blake2b(_table(whole, copy.shard.rank, end, verify), digest_size=8).digest() if end else b""
     return envelope, bytes(values), end, int.from_bytes(digest, "little")
 
 
 def table_of(store: SlotStore, job: str, copy: Copy, verify: bool) -> bytes:
-    """The checksum table of the assumed tensors of a shard that lies on this node. Raises where it can't be read."""
+    """Reads the checksum table of the assumed tensors of a shard on this node. Raises if it can't be read."""
     sealed = store.find(copy.shard)
     if sealed is None:
         raise NotFoundError(f"{copy.shard} is gone", shard_index=copy.shard.rank)
@@ -134,7 +134,7 @@ def table_of(store: SlotStore, job: str, copy: Copy, verify: bool) -> bytes:
 
 
 def _table(shard: OpenShard, rank: int, end_bytes: int, verify: bool) -> bytes:
-    """The last chunk may hold other tensors too: the assumed part of it gets a checksum of its own."""
+    """Makes a checksum of the assumed part of the last chunk, which may hold other tensors too."""
     head = shard.head
     if end_bytes > head.values_offset_bytes:
         corrupt(f"{head.shard}: values", f"assumed tensors up to {head.values_offset_bytes}", end_bytes)

@@ -30,7 +30,7 @@ class Ground:
     verify: bool
     threads: int  # that copy and verify
     timeout: float  # seconds that an inventory or the retrieval of one generation may take
-    warns: bool = True  # where ranks stored different values of what counts as the same
+    warns: bool = True  # log a warning if copies of assumed tensors differ
 
     @staticmethod
     def together(

@@ -49,7 +49,7 @@ class OpenShard:
 
 
 class _Bounce(NamedTuple):
-    """Part of a transfer that goes through the staging buffer, and where it lies there."""
+    """A part of a transfer that goes through the staging buffer, and its offset there."""
 
     transfer: Transfer
     offset_bytes: int
@@ -131,8 +131,10 @@ def read_range(shard: OpenShard, number: int, offset_bytes: int, length_bytes: i
 
 
 def _batches(transfers: Sequence[Transfer], targets: Sequence[Target], limit_bytes: int) -> Iterator[_Batch]:
-    """Groups transfers so that what bounces fits in one staging buffer, and cuts what is larger than that. What needs
-    no staging never starts a new group."""
+    """Groups transfers so that the staged bytes of a group fit in one staging buffer, and cuts larger transfers.
+
+    A transfer without staging never starts a new group.
+    """
     addresses = [_address(transfer, targets[transfer.want.target]) for transfer in transfers]
     order: Sequence[int] = range(len(transfers))
     if None in addresses:
@@ -200,7 +202,7 @@ def _add_pieces(pieces: array[int], transfer: Transfer, inside: Box, address: in
 
 
 def _staged(buffer: torch.Tensor, transfer: Transfer, offset_bytes: int) -> torch.Tensor:
-    """The bytes of a transfer in the staging buffer, as the stored dtype."""
+    """Returns the bytes of a transfer in the staging buffer as a tensor of the stored dtype."""
     dtype: torch.dtype = getattr(torch, transfer.entry.dtype)
     length = transfer.overlap.volume * dtype.itemsize
     return buffer[offset_bytes : offset_bytes + length].view(dtype).view(transfer.overlap.sizes)

@@ -105,7 +105,7 @@ class Readable(Protocol):
         """What it holds; proves that it is all there."""
 
     def sources(self, keys: Iterable[str]) -> Mapping[str, int]:
-        """For each key that has to come whole from one rank's shard: that rank. Local."""
+        """Returns, for each key that must come from one rank's shard, that rank. Local."""
 
     @property
     def touched(self) -> bool:
@@ -133,7 +133,7 @@ class Recovery:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
-        """An error that comes after tensors were written to says so."""
+        """Adds a note to an error if tensors had been written to before it."""
         if error is not None and self.touched and not _says_so(error):
             said = "tensors were written to before load() ended: load again, or end the process, before they are used"
             error.add_note(f"flashckpt: {said}")
@@ -359,7 +359,7 @@ class _ReadPlan:
 
 
 def _plan(attempt: Readable, rank: int, state_dict: MutableMapping[Any, Any], request: Request) -> _ReadPlan:
-    """Local. Raises what only the caller can mend: keys and shapes that do not fit.
+    """Local. Raises errors that only the caller can fix: keys and shapes that do not fit.
 
     The screen is called before the state dict is flattened: a Stateful can lay out what the generation holds.
     """

@@ -173,10 +173,10 @@ def retrieve_straight(
 
 
 def _uninterrupted(fetch: Callable[[], None], stop: Flag) -> None:
-    """In a thread: Ctrl-C in a thread pool, or in gRPC, would leave a lock locked. It ends the fetch here.
+    """Runs the fetch in a thread, because Ctrl-C in a thread pool or in gRPC would leave a lock locked.
 
-    SAFETY: an exception is kept until nobody writes into the tensors any more, and further ones are as good as it. That
-    takes as long as it takes to close connections.
+    SAFETY: an exception here ends the fetch, but is raised only once nothing writes into the tensors any more, which
+    takes as long as closing the connections. Further exceptions meanwhile are dropped.
     """
     pending = Pending(fetch)
     try:
@@ -193,7 +193,7 @@ def _uninterrupted(fetch: Callable[[], None], stop: Flag) -> None:
 
 
 class _Run:
-    """One thread keeps the books; workers fetch."""
+    """This thread tracks what is fetched and what failed; workers fetch."""
 
     def __init__(self, ask: Ask, timeout: float) -> None:
         self.stop = Flag()

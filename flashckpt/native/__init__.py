@@ -178,7 +178,7 @@ def verify_file(
 
 
 def checksum_ranges(ranges: Buffer, threads: int) -> bytes:
-    """A little-endian uint32 CRC32C for each of `ranges`, int64 pairs (address, length) in this process's memory."""
+    """Return a little-endian uint32 CRC32C per range: int64 pairs (address, length) in this process's memory."""
     result: bytes = _backend.checksum_ranges(ranges, threads)
     return result
 

@@ -49,7 +49,7 @@ class AgentSlots:
         self._config = config
         self._begun: tuple[Launch, bytes] | None = None  # the launch that this lease's agent knows we are in
         self.memory: SlotMemory | None = None
-        self._told: Pending[None] | None = None  # the last thing that is being told in the background
+        self._told: Pending[None] | None = None  # the last message to the agent that is sent in the background
         self._lock = threading.Lock()  # protects what follows: the link's thread brings news
         self._handles: weakref.WeakValueDictionary[Generation, SaveHandle] = weakref.WeakValueDictionary()
         self._saved: dict[int, Generation] = {}  # the last ones, by step

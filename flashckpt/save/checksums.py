@@ -1,4 +1,4 @@
-"""Checksums of tensors before and after a copy: what a version counter does not see, they do."""
+"""Checksums tensors before and after a copy. This finds changes that version counters do not show."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_BLOCK_BYTES = 8 << 20  # of one checksum, so that several threads share a large tensor
+_BLOCK_BYTES = 8 << 20  # bytes per checksum; several threads share a larger tensor
 
 
 class _Near(NamedTuple):
-    """Bytes of one entry that the native core can read, and where they are in the slot."""
+    """Bytes of one entry that the native core can read, and their offset in the data area of the slot."""
 
     key: str
     address: int
@@ -36,10 +36,11 @@ class _Near(NamedTuple):
 
 
 class Checksums:
-    """Of the entries `sources` as they are when this is made.
+    """Holds checksums of the entries `sources`, taken when this object is made.
 
-    What the native core can read has a CRC32C for each block; of everything else torch sums the words, where the tensor
-    is. With `window_bytes` it is a sample: so many bytes from the middle of each entry, only where the core can read.
+    For memory that the native core can read, it has one CRC32C per block. For all other tensors torch sums the words,
+    on the tensor's own device. With `window_bytes` it is a sample: at most so many bytes from the middle of each entry
+    that the native core can read.
     """
 
     def __init__(self, sources: Iterable[Source], flat: Flat, threads: int, *, window_bytes: int | None = None) -> None:
@@ -57,7 +58,7 @@ class Checksums:
             except UnsupportedValueError:
                 if window_bytes is None:
                     raise
-                continue  # the copy will say so
+                continue  # the copy raises the same error
             if address is not None:
                 length = source.length_bytes if window_bytes is None else min(source.length_bytes, window_bytes)
                 skipped = (source.length_bytes - length) // 2
@@ -70,7 +71,7 @@ class Checksums:
         self._take_sums()
 
     def differing(self, data: memoryview) -> list[str]:
-        """Keys whose bytes in `data`, the data area of a slot, are not those that were there in the beginning."""
+        """Return the keys whose bytes in `data`, the data area of a slot, do not have the checksums taken at first."""
         area = torch.frombuffer(data, dtype=torch.uint8)
         base = area.data_ptr()
         found = self._unequal(self._crcs_of([(base + one.offset_bytes, one.length_bytes) for one in self._near]))
@@ -81,23 +82,28 @@ class Checksums:
         return list(dict.fromkeys(found))
 
     def changed_sources(self) -> list[str]:
-        """Keys of tensors that are no longer what they were in the beginning."""
+        """Return the keys of tensors that no longer have the checksums taken at first."""
         found = self._unequal(self._near_now())
         for (key, _, view), known in zip(self._far, self._sums, strict=True):
             try:
                 if int(_sum(view)) != int(known):
                     found.append(key)
             except torch.OutOfMemoryError as error:
-                log.info("%s is not checksummed again: %s", key, error)
+                log.info("%s is not checksummed again, only its version counter is compared: %s", key, error)
         return list(dict.fromkeys(found))
 
     def _take_sums(self) -> None:
-        """Leaves out what a device has no room to sum up: version counters have to do."""
+        """Sum the tensors on devices. If a device has no room for that, only version counters prove the rest."""
         for number, (_, _, view) in enumerate(self._far):
             try:
                 self._sums.append(_sum(view))
             except torch.OutOfMemoryError as error:
-                log.info("%d tensors on %s are not checksummed: %s", len(self._far) - number, view.device, error)
+                log.info(
+                    "%d entries, the first on %s, are not checksummed, only version counters are compared: %s",
+                    len(self._far) - number,
+                    view.device,
+                    error,
+                )
                 del self._far[number:]
                 return
 
@@ -105,7 +111,7 @@ class Checksums:
         return self._crcs_of([(one.address, one.length_bytes) for one in self._near])
 
     def _crcs_of(self, ranges: list[tuple[int, int]]) -> list[bytes]:
-        """For each range the checksums of its blocks."""
+        """Return for each range the checksums of its blocks."""
         blocks = array("q")
         counts = []
         for address, length in ranges:
@@ -127,7 +133,7 @@ def _sum(view: torch.Tensor) -> torch.Tensor:
 
 
 def view_of(fqn: str, tensor: torch.Tensor, source: Source) -> torch.Tensor:
-    """The bytes of one entry as a tensor: a view of the user's memory, any stride, any device."""
+    """Return one entry as a tensor: a view of the user's memory, of any stride, on any device."""
     if source.whole:
         local = plain_local(tensor)
         if local is not None:

@@ -18,7 +18,7 @@ class HeldRegion(NamedTuple):
     size_bytes: int
     rows: int  # extent of dimension 0; 1 for a scalar
     holders: tuple[int, ...]  # sorted, at least one
-    certain: bool = True  # the mesh proves that all hold the same bytes; False: it is only assumed
+    certain: bool = True  # True: the mesh proves that all hold the same bytes; False: it is assumed
 
 
 class Share(NamedTuple):

@@ -1,9 +1,9 @@
 """Deferred tensors of a save: copied after `save()` has returned, and proved not to have changed until then.
 
-A tensor is *deferred* if its copy may be made after `save()` has returned; *immediate* ones are copied before. The
-proof is torch's version counters, and for a launch's first saves, or with `verify="recheck"`, checksums taken in
-`save()`: a write through `.data`, NumPy or a graph replay leaves no trace in a version counter. Of later saves a small
-sample is checksummed.
+A tensor is *deferred* if its copy may be made after `save()` has returned; *immediate* tensors are copied before. The
+proof compares torch's version counters. A write through `.data`, NumPy or a graph replay does not change a version
+counter, so the first saves of a launch, and all saves with `verify="recheck"`, also compare checksums taken in
+`save()`. All other saves checksum a small sample.
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Saves of a launch whose deferred tensors are checksummed in save(): they show what version counters do not.
+# In so many first saves of a launch, save() checksums all deferred tensors: version counters do not show all changes.
 RECHECKED_SAVES = 2
-# Of every later save: so many windows of so many bytes, some tenths of a millisecond. A swap of all weights shows.
+# Windows per later save, and bytes per window: takes some tenths of a millisecond, and finds a swap of all weights.
 SAMPLED = 32
 SAMPLE_WINDOW_BYTES = 16 << 10
-# From here on a tensor that nobody vouches for may be deferred if it is as it was at the last save.
+# A tensor of at least this size that no optimizer owns may be deferred if it has not changed since the last save.
 STEADY_BYTES = 1 << 20
-# So much of the immediate tensors is cloned, all together; the rest is copied into the slot while save() waits.
+# Bytes of immediate tensors that are cloned per save; the others are copied into the slot while save() waits.
 CLONED_BYTES = 4 << 20
-# From here on the memory of a tensor may go back to the system when it is freed: to read it then would end the process.
+# When a tensor of at least this size is freed, its memory may be unmapped: a read would then end the process.
 _HELD_BYTES = 64 << 10
 _NAMED = 5  # keys in a message
 
 
 class _Mark(NamedTuple):
-    """A tensor as it was at the last save. Not proof that it has not changed: whoever is deferred is watched."""
+    """Address and version of a tensor at the last save. An equal mark allows deferring it, but is not the proof."""
 
     address: int
     version: int
 
 
 class Deferrals:
-    """What a Checkpointer knows about its tensors from save to save."""
+    """Remembers across saves which tensors a Checkpointer may defer."""
 
     def __init__(self, *, recheck: bool, device_snapshot: bool, threads: int, timeout: float) -> None:
-        """`device_snapshot`: tensors on devices are cloned there, as far as there is room, and not deferred."""
+        """`device_snapshot`: clone tensors on devices there instead of deferring them, if the device has room."""
         self._recheck = recheck
         self._device_snapshot = device_snapshot
         self._threads = threads
@@ -68,16 +68,16 @@ class Deferrals:
 
     @property
     def changing(self) -> frozenset[str]:
-        """Keys that are no longer deferred."""
+        """Return the keys that changed while they were deferred. They are immediate from then on."""
         return frozenset(self._changing)
 
     def note(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Remember how tensors are now, so that the first save can tell which of them have not changed."""
+        """Mark tensors after a load, so that the first save can tell which of them have not changed since."""
         for key, tensor in tensors.items():
             self._is_steady(key, tensor)
 
     def everything(self, handle: SaveHandle, flat: Flat, plan: SavePlan) -> Deferred:
-        """For a save that copies while its caller waits: all tensors are watched, against other threads."""
+        """Watch all tensors of a save that copies while its caller waits: another thread might change them."""
         fqns, leaves = list(flat.tensors), list(flat.tensors.values())
         watched = [i for i in self._of(plan) if _versions(fqns[i], leaves[i]) is not None]
         return Deferred(handle, self, flat, watched, frozenset(), None, self._timeout, overlapped=False)
@@ -85,7 +85,7 @@ class Deferrals:
     def split(
         self, handle: SaveHandle, flat: Flat, plan: SavePlan, defers: Callable[[str, torch.Tensor], bool | None]
     ) -> Deferred:
-        """For a save that goes on after `save()` has returned. Puts clones in the place of some tensors of `flat`."""
+        """Decide for an overlapped save which tensors are deferred. Replaces some tensors in `flat` by clones."""
         began = time.perf_counter()
         fqns, leaves = list(flat.tensors), list(flat.tensors.values())
         deferred: list[int] = []
@@ -98,7 +98,7 @@ class Deferrals:
         immediate = _clone_on_devices(flat, fqns, leaves, immediate)
         if self._device_snapshot:
             left_there = _clone_on_devices(flat, fqns, leaves, deferred)
-            # What lies on the host beside them (step counters) would hold the gate alone.
+            # Tensors on the host (step counters) become immediate: the gate would be held for them alone.
             immediate += [i for i in left_there if leaves[i].is_cpu]
             deferred = [i for i in left_there if not leaves[i].is_cpu]
         decided = time.perf_counter()
@@ -108,12 +108,12 @@ class Deferrals:
         checksums = self._checksum(flat, plan, frozenset(deferred)) if deferred else None
         made = Deferred(handle, self, flat, deferred, left, checksums, self._timeout, overlapped=True)
         if not deferred and not left:
-            handle.queue(made)  # nothing of the caller's is read any more
+            handle.queue(made)  # the caller's tensors are not read any more
         handle.proof_seconds = decided - began + time.perf_counter() - cloned
         return made
 
     def _checksum(self, flat: Flat, plan: SavePlan, deferred: frozenset[int]) -> Checksums:
-        """Of all deferred tensors in the first saves; of a sample, another one each time, in the others."""
+        """Checksum all deferred tensors in the first saves of a launch, and another sample in each later save."""
         if self._recheck or self._rechecks_left > 0:
             self._rechecks_left -= 1
             sources = [source for source in plan.sources if source.tensor in deferred]
@@ -125,11 +125,11 @@ class Deferrals:
         return Checksums(sample, flat, 1, window_bytes=SAMPLE_WINDOW_BYTES)
 
     def found_unseen(self) -> None:
-        """A sample shows a change that no version counter does. Others may have changed so: look at all of them."""
+        """Checksum all deferred tensors of the next saves, after a checksum has shown what no version counter did."""
         self._rechecks_left = max(self._rechecks_left, RECHECKED_SAVES)
 
     def found_changing(self, keys: Sequence[str], why: str) -> None:
-        """From the next save on `keys` are immediate."""
+        """Make `keys` immediate from the next save on, and log `why`."""
         new = [key for key in keys if key not in self._changing]
         self._changing.update(new)
         if new:
@@ -142,7 +142,7 @@ class Deferrals:
             )
 
     def _of(self, plan: SavePlan) -> list[int]:
-        """Which tensors this rank stores."""
+        """Return the indices of the tensors that this rank stores."""
         if self._stored is None or self._stored[0] is not plan:
             self._stored = plan, sorted({source.tensor for source in plan.sources})
         return self._stored[1]
@@ -151,7 +151,7 @@ class Deferrals:
         return self._is_steady(key, tensor) if vouched is None else vouched
 
     def _is_steady(self, key: str, tensor: torch.Tensor) -> bool:
-        """Whether a large tensor is as it was at the last save: a frozen parameter, say."""
+        """Mark a large tensor. Return True if it has not changed since the last save, as a frozen parameter."""
         local = plain_local(tensor)
         if local is None or local.nbytes < STEADY_BYTES or local.is_inference():
             return False
@@ -176,7 +176,7 @@ class Deferred:
         overlapped: bool,
     ) -> None:
         fqns, leaves = list(flat.tensors), list(flat.tensors.values())
-        self.immediate = immediate  # tensors, by their place in `flat`, that are copied while save() waits
+        self.immediate = immediate  # indices into `flat` of the tensors that are copied while save() waits
         self._handle = handle
         self._owner = owner
         self._keys = [fqns[i] for i in indices]
@@ -187,29 +187,29 @@ class Deferred:
         self._overlapped = overlapped
         self._taken = Flag()
         self._lock = threading.Lock()  # protects what follows: the copying thread and callers at the gate
-        self._changed: list[str] | None = None  # once it is decided
+        self._changed: list[str] | None = None  # keys; None: not compared yet
         self._events: Mapping[torch.device, torch.Event] = {}
 
     def took(self) -> None:
-        """Tell save() that the immediate tensors are copied, or that they never will be."""
+        """Let save() return: the immediate tensors are copied, or the copy has failed."""
         self._taken.set()
 
     def wait_until_taken(self) -> None:
-        """Hold save() until its immediate tensors are copied. A copy that takes too long is thrown away."""
+        """Hold save() until its immediate tensors are copied. Give the save up if that exceeds the timeout."""
         if self.immediate and not self._taken.wait(self._timeout) and self._handle.give_up():
             log.warning("step %d: not copied within %.1f s; the save is given up", self._handle.step, self._timeout)
 
     def queue(self, events: Mapping[torch.device, torch.Event]) -> None:
-        """All copies are made, or queued before `events`. Let the gate pass in the stream where the proof allows it.
+        """Open the gate in the streams if the proof allows it. All copies are made, or queued before `events`.
 
-        Checksums of all tensors are compared with the finished copy, and a change must not come before that.
+        Checksums of all tensors are compared with the finished copy, so no tensor may change before that.
         """
         if self._overlapped and events and (self._checksums is None or self._checksums.is_sample):
             self._events = events
             self._handle.queue(self)
 
     def pass_in_stream(self) -> None:
-        """At the gate. What the caller changes from now on is no change during the copy: the verdict is taken here."""
+        """Make the current streams wait for the copies. Compare first: the caller may change tensors from now on."""
         with self._lock:
             if self._changed is None:
                 self._changed = self._sources_changed()
@@ -217,7 +217,7 @@ class Deferred:
             torch.accelerator.current_stream(device).wait_event(event)
 
     def stage(self, data: memoryview) -> None:
-        """The copy is made. Raise where it must not be sealed: BusyError, ChangedError."""
+        """Mark the copy as made. Raises BusyError or ChangedError if it must not be sealed."""
         if not self._handle.is_given_up:
             with self._lock:
                 if self._changed is None:
@@ -232,7 +232,7 @@ class Deferred:
             )
 
     def look_again(self) -> None:
-        """At the gate: find what changed since save(), also where the copy was quicker than the change."""
+        """Find, at the gate, tensors that changed since save(), also if they were copied before the change."""
         began = time.perf_counter()
         changed = self._sources_changed()
         self._handle.proof_seconds += time.perf_counter() - began
@@ -244,7 +244,7 @@ class Deferred:
             return self._versions_changed()
         if not self._checksums.is_sample:
             return self._with_unseen(self._checksums.differing(data))
-        # What changed behind the copy of this sample may have come before the copy of its neighbours.
+        # A change that came after the copy of a sampled window may have come before the copy of other bytes.
         return self._sources_changed() or self._with_unseen(self._checksums.differing(data))
 
     def _sources_changed(self) -> list[str]:
@@ -281,7 +281,7 @@ class Deferred:
 
 
 def _clone_on_devices(flat: Flat, fqns: list[str], leaves: list[torch.Tensor], indices: list[int]) -> list[int]:
-    """Clones those on accelerators in device memory: it is quick there. Returns the others, and what had no room."""
+    """Clone tensors on accelerators in device memory, which is quick. Returns the indices of those not cloned."""
     simple = {i: local for i in indices if (local := plain_local(leaves[i])) is not None and not local.is_cpu}
     clones = dict(zip(simple, clone_on_device(simple.values()), strict=True))
     left = []
@@ -295,9 +295,9 @@ def _clone_on_devices(flat: Flat, fqns: list[str], leaves: list[torch.Tensor], i
 
 
 def _hold(flat: Flat, fqns: list[str], leaves: list[torch.Tensor], deferred: list[int]) -> None:
-    """Puts aliases in the place of large tensors, which keep the memory if somebody gives the tensor another one.
+    """Replace large tensors by aliases, which keep the memory if the tensor gets other memory before it is copied.
 
-    `state["exp_avg"].data = …` and `set_` do that, where state is offloaded. What a model tells are aliases already.
+    Code that offloads state does that: `state["exp_avg"].data = …`, `set_`. A model's state dict has aliases already.
     """
     for i in deferred:
         if type(leaves[i]) is torch.Tensor and leaves[i].nbytes >= _HELD_BYTES:
@@ -305,7 +305,7 @@ def _hold(flat: Flat, fqns: list[str], leaves: list[torch.Tensor], deferred: lis
 
 
 def _clone_small(flat: Flat, fqns: list[str], leaves: list[torch.Tensor], immediate: list[int]) -> frozenset[int]:
-    """Clones up to CLONED_BYTES in place, smallest first; returns those that are left."""
+    """Replace tensors in `flat` by clones, smallest first, up to CLONED_BYTES. Returns the indices of those left."""
     room = CLONED_BYTES
     left = set()
     for i in sorted(immediate, key=lambda i: leaves[i].nbytes):
@@ -323,7 +323,7 @@ def _parts(key: str, tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _versions(key: str, tensor: torch.Tensor) -> list[int] | None:
-    """None where there is no version counter."""
+    """Return the version counter of each part. None: an inference tensor, which has none."""
     parts = _parts(key, tensor)
     return None if any(part.is_inference() for part in parts) else [part._version for part in parts]
 

@@ -1,4 +1,4 @@
-"""What a caller holds of a save: how far it got, how it ended, and futures to wait on."""
+"""The handle of a save: the level it has reached, its outcome, and futures to wait on."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class SaveTimings:
 
 
 class Queued(Protocol):
-    """Copies that devices have yet to make, and that need not be waited for on the host."""
+    """Copies that are queued on devices. Streams wait for them; the host need not."""
 
     def pass_in_stream(self) -> None:
-        """Make this thread's current streams wait for the copies: what it queues from now on may change the tensors."""
+        """Make this thread's current streams wait for the copies. Work queued afterwards may change the tensors."""
 
 
 class SaveHandle:
@@ -45,17 +45,17 @@ class SaveHandle:
         self.size_bytes = 0
         self.timings = SaveTimings()
         self.reached: dict[Level, float] = {}  # when it got there, in seconds since 1970
-        self.blocked_seconds = 0.0  # that the training thread was held, in save() and at the gate
-        self.proof_seconds = 0.0  # of these: noting and comparing version counters and checksums (save/deferred.py)
+        self.blocked_seconds = 0.0  # seconds that the training thread was held, in save() and at the gate
+        self.proof_seconds = 0.0  # part of blocked_seconds: version counters and checksums (save/deferred.py)
         self.staging_completion: Future[None] = Future()
         self.upload_completion: Future[None] = Future()
         self.reason = ""
         self._highest = highest  # the level in memory that this launch can bring a generation to
         self._persists = persists  # whether there is a persistent tier
         self.ask_persist: Callable[[], None] | None = None  # asks for a flush, once somebody waits for it
-        self.before_pass: Callable[[], None] | None = None  # the gate calls it once, before it lets the first one pass
+        self.before_pass: Callable[[], None] | None = None  # called once, before the gate opens
         self.queued: Queued | None = None
-        self._given_up = False  # the tensors may have changed while they were copied: it must not be sealed
+        self._given_up = False  # the tensors may change before they are copied: the shard must not be sealed
         self._stopped = ""  # why it will never get further than it is
         self._level = Level.NONE
         self._outcome: Outcome | None = None
@@ -104,7 +104,7 @@ class SaveHandle:
                 self.reason = self._stopped
                 return Outcome.FAILED
         if ended:
-            self.before_pass = None  # who has waited may change tensors without the gate
+            self.before_pass = None  # a caller that has waited may change tensors without the gate
         if not ended:
             raise DeadlineError(
                 f"step {self.step}: expected level {wanted.name.lower()} within {timeout} s, "
@@ -114,11 +114,11 @@ class SaveHandle:
         return self._outcome or Outcome.OK
 
     def wait_until_copied(self, timeout: float) -> bool:
-        """Return True once tensors may be changed: STAGED, ended, or all copies are `queued`. False after `timeout`."""
+        """Return True once tensors may be changed: STAGED, ended, or all copies `queued`. False after `timeout`."""
         return self._changed.wait_for(lambda: self.is_copied or self.queued is not None, timeout)
 
     def queue(self, queued: Queued) -> None:
-        """No tensor is read any more but by copies that are queued on devices."""
+        """Record that only copies queued on devices still read tensors. Wakes callers at the gate."""
         with self._changed:
             self.queued = queued
             self._changed.notify_all()
@@ -158,7 +158,7 @@ class SaveHandle:
         self._level = max(self._level, level)
 
     def stage(self) -> bool:
-        """The copy is made. False where it was given up before: it must be thrown away."""
+        """Record that the copy is made. False: the save was given up before, so the copy must be thrown away."""
         with self._changed:
             if self._given_up:
                 return False
@@ -169,7 +169,7 @@ class SaveHandle:
         return True
 
     def give_up(self) -> bool:
-        """The caller is going to change its tensors. False where they were copied already, or the save has ended."""
+        """Give the save up before the caller changes its tensors. False: they are copied, or the save has ended."""
         with self._changed:
             if self._level >= Level.STAGED or self._outcome is not None:
                 return False
@@ -181,7 +181,7 @@ class SaveHandle:
         return self._given_up
 
     def let_pass(self) -> None:
-        """At the gate, once tensors may be changed, before they are. Does its work once."""
+        """Call `before_pass`, once, before the gate opens. Not if the save was given up."""
         look, self.before_pass = self.before_pass, None
         if look is not None and not self._given_up:
             look()

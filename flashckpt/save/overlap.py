@@ -1,4 +1,4 @@
-"""The overlapped save: its copy runs in a thread beside forward and backward. One at a time; no collective in it."""
+"""Runs the copy of an overlapped save in a thread beside forward and backward. One at a time, without collectives."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ log = logging.getLogger(__name__)
 
 
 class Overlap:
-    """At most one save under way; whoever touches what it reads or writes waits for it first."""
+    """Runs at most one save. Whoever changes what it reads, or uses what it writes, calls `settle` first."""
 
     def __init__(self) -> None:
-        # Kept: a thread that is made anew for each save would fault its stack and allocator arena in each time.
+        # One thread for all saves: a new one per save would page-fault its stack and allocator arena in each time.
         self._worker = Worker("flashckpt-save", finishes=True)
         self._running: tuple[SaveHandle, Pending[None]] | None = None
 
     @property
     def handle(self) -> SaveHandle | None:
-        """Of the save that is under way."""
+        """Return the handle of the save that is under way, or None."""
         running = self._running
         return None if running is None or running[1].done else running[0]
 
     def start(self, handle: SaveHandle, write: Callable[[], None]) -> None:
-        """`write` runs in the thread; what it raises is raised by the next `settle`."""
+        """Run `write` in the thread. The next `settle` raises what it raises."""
         pending = Pending(write)
         try:
-            self._running = handle, pending  # before it begins: an exception may come at any moment
+            self._running = handle, pending  # set before the call begins: an exception may come at any moment
             self._worker.hand_over(pending)
         except BaseException:
             if not pending.cancel():
@@ -43,7 +43,7 @@ class Overlap:
             raise
 
     def settle(self, timeout: float) -> None:
-        """Returns when no save is under way. DeadlineError where it does not end; the save is lost then."""
+        """Return when no save is under way. If it takes longer than `timeout`, give it up and raise DeadlineError."""
         if self._running is None:
             return
         handle, pending = self._running
@@ -51,7 +51,7 @@ class Overlap:
             handle.give_up()
             raise DeadlineError(
                 f"step {handle.step}: the copy in the background did not end within {timeout:g} s",
-                hint="a device that hangs, or a machine without a free core; overlap=False copies in save()",
+                hint="look for a device that hangs or a machine without a free core; overlap=False copies in save()",
                 step=handle.step,
             )
         self._running = None
@@ -63,10 +63,9 @@ class Overlap:
 
 
 def wait_until_staged(handle: SaveHandle, timeout: float) -> float:
-    """Holds the caller, or its streams, while its tensors are still being copied; returns for how many seconds.
+    """Hold the caller, or its streams, while its tensors are still being copied. Returns the seconds it was held.
 
-    A copy that takes longer than `timeout` is thrown away: training goes on, and what it changes from now on must
-    not reach a shard.
+    A copy that takes longer than `timeout` is thrown away: training goes on, and its changes must not reach a shard.
     """
     if handle.is_copied and handle.before_pass is None:
         return 0.0

@@ -38,7 +38,7 @@ class Prepared:
     values: bytes
     extra: Mapping[str, Any] | None = None  # packed into `values`, as the sample is
     sample: tuple[int, ...] = ()
-    saves: bool = False  # else it is only to be made room for
+    saves: bool = False  # False: only slots are made for it
 
 
 class Preparer:
@@ -66,7 +66,7 @@ class Preparer:
     def prepare(
         self, state_dict: Mapping[Any, Any], extra: Mapping[str, Any] | None, generation: Generation | None = None
     ) -> Prepared:
-        """What it raises is the state dict's fault. `generation`: what is to be saved, if anything is."""
+        """Prepare a state dict, which causes any error. `generation`: what is saved; None: only slots are made."""
         try:
             _check_mapping("state dict", state_dict)
             _check_mapping("extra", {} if extra is None else extra)
@@ -86,7 +86,7 @@ class Preparer:
             raise
 
     def agree(self, prepared: Prepared) -> Prepared:
-        """First time: all ranks compare what they share and whether it fits. Collective, then local.
+        """Compare, at the first call, the shared tensors and the needed memory on all ranks: collective, then local.
 
         The first save compares values too (save/same.py), so that it is collective also where a prewarm came before.
         """
@@ -121,7 +121,7 @@ class Preparer:
         return prepared
 
     def _packed(self, prepared: Prepared) -> Prepared:
-        """With the values as its plan wants them."""
+        """Return it with its values packed as its plan needs them."""
         values = pack(
             prepared.flat,
             prepared.extra,

@@ -1,8 +1,8 @@
-"""Compares assumed tensors between ranks: do they hold the same, as everybody takes for granted?
+"""Compares assumed tensors between ranks, which count as the same but may differ.
 
-All of them at the first save, which is collective anyway. Later a few of those in host memory at some of the saves,
-without a word between ranks: each rank packs checksums into its shard, and the lowest rank of the node reads those of
-the others afterwards.
+The first save, which is collective anyway, compares all of them. Some of the later saves compare a few of those in host
+memory, without communication between ranks: each rank packs checksums into its shard, and the lowest rank of the node
+reads those of the others afterwards.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 WAYS_ON = (
-    "Wrap in flashckpt.PerRank what each rank has its own of; or make ranks equal before the save, e.g. with "
-    "dist.broadcast; or accept it with same_on_ranks='ignore'."
+    "If each rank needs its own values, wrap them in flashckpt.PerRank; or make the ranks equal before the save, e.g. "
+    "with dist.broadcast; or turn this check off with same_on_ranks='ignore'."
 )
 
-# What is read of each tensor, from its middle, and of all of them together at the first save: some milliseconds.
+# Bytes that the first save reads from the middle of each tensor, and of all tensors: takes some milliseconds.
 WINDOW_BYTES = 64 << 10
 BUDGET_BYTES = 64 << 20
-# Of a later sample.
+# Tensors per later sample, and bytes read of each.
 SAMPLE_TENSORS = 64
 SAMPLE_WINDOW_BYTES = 8 << 10
-SAMPLE_EVERY = 8  # saves, on average
+SAMPLE_EVERY = 8  # one in so many saves, on average, is sampled
 
-_GATHER_BYTES = 4 << 20  # of all ranks' checksums together, where any differ
+_GATHER_BYTES = 4 << 20  # most bytes of all ranks' checksums, which are gathered if any differ
 _FEWEST_SUMS = 64
-_PENDING = 2  # samples that wait for the shards of the other ranks
+_PENDING = 2  # most samples that wait for the shards of the other ranks
 _SHOWN = 4
 
 _COMPARING = "comparing tensors that count as the same on all ranks"
@@ -59,17 +59,17 @@ _SUMMARY = struct.Struct("<QQ")
 
 
 class Summary(NamedTuple):
-    """What a rank tells of its assumed tensors at the first save."""
+    """Summarizes the assumed tensors of one rank at the first save."""
 
-    names: int  # of the keys: only ranks with the same ones compare
-    digest: int  # of their checksums; 0: not taken
+    names: int  # hash of the keys: only ranks with the same keys compare
+    digest: int  # hash of their checksums; 0: not taken
 
 
 NOTHING = Summary(0, 0)
 
 
 class Comparer:
-    """Of one rank. Warns at most once about what the first save shows, and once about what later samples show."""
+    """Compares for one rank. Warns at most once about the first save, and at most once about later samples."""
 
     def __init__(self, topology: Topology, store: SlotStore, job: str, *, enabled: bool) -> None:
         self._topology = topology
@@ -77,7 +77,7 @@ class Comparer:
         self._job = job
         self._enabled = enabled
         self._sums: array[int] = array("Q")
-        self.is_due = topology.world > 1  # the first save is still to come; alike on all ranks
+        self.is_due = topology.world > 1  # the first save has not been compared yet; the same on all ranks
         self._told: set[str] = set()
         self._samples = enabled and len(topology.node_ranks) > 1
         self._pending: dict[Generation, tuple[tuple[str, ...], tuple[int, ...]]] = {}
@@ -85,7 +85,7 @@ class Comparer:
     # --- at the first save ----------------------------------------------------------------------------------
 
     def summary(self, flat: Flat, plan: SavePlan) -> Summary:
-        """Local; never raises, because the other ranks wait for the answer."""
+        """Summarize this rank's assumed tensors. Local. Never raises, because the other ranks wait for the summary."""
         if not self._enabled or not plan.assumed or not self.is_due:
             return NOTHING
         try:
@@ -97,7 +97,7 @@ class Comparer:
         return Summary(_names(flat, plan.assumed), _hash(self._sums.tobytes()))
 
     def meet(self, group: PrivateGroup, flat: Flat | None, plan: SavePlan | None) -> None:
-        """Gathers the summaries and compares. Collective; a rank that has nothing to save says so with None."""
+        """Gathers the summaries and compares them. Collective; a rank that has nothing to save passes None."""
         mine = NOTHING if flat is None or plan is None else self.summary(flat, plan)
         answers = group.gather(_SUMMARY.pack(*mine), _COMPARING)
         self.compare(group, [Summary(*_SUMMARY.unpack(one)) for one in answers], flat, plan)
@@ -105,7 +105,7 @@ class Comparer:
     def compare(
         self, group: PrivateGroup, summaries: Sequence[Summary], flat: Flat | None, plan: SavePlan | None
     ) -> None:
-        """Finds out which tensors differ, where the summaries say that any do. Collective, with the same summaries."""
+        """Finds which tensors differ if the summaries do. Collective: each rank passes the same summaries."""
         self.is_due = False
         groups: dict[int, list[int]] = {}
         for rank, one in enumerate(summaries):
@@ -134,11 +134,11 @@ class Comparer:
     # --- afterwards -----------------------------------------------------------------------------------------
 
     def sample(self, flat: Flat, plan: SavePlan, generation: Generation) -> tuple[int, ...]:
-        """Checksums of a few tensors, for the shard; () where this generation is none of those that are sampled."""
+        """Returns checksums of a few tensors to pack into the shard; () if this generation is not sampled."""
         if not self._samples or not plan.assumed or not is_sampled(generation.step):
             return ()
         leaves = list(flat.tensors.values())
-        near = [index for index in plan.assumed if leaves[index].is_cpu]  # a device would hold the training thread
+        near = [index for index in plan.assumed if leaves[index].is_cpu]  # the training thread would wait for a device
         count = len(near)
         if not count:
             return ()
@@ -154,7 +154,7 @@ class Comparer:
         return sample
 
     def look_back(self) -> None:
-        """On the lowest rank of the node: compares earlier samples with what the others packed into their shards."""
+        """Compares earlier samples with those in the shards of the other ranks. For the lowest rank of a node only."""
         while len(self._pending) > _PENDING:
             del self._pending[next(iter(self._pending))]
         if not self._pending:
@@ -170,7 +170,7 @@ class Comparer:
         self, generation: Generation, keys: Sequence[str], mine: tuple[int, ...], sealed: Mapping[int, Sealed]
     ) -> None:
         theirs = {rank: self._sample_of(one) for rank, one in sealed.items()}
-        # Only of the same keys: a rank that missed the save, or has others, says nothing here.
+        # Leave out ranks whose sample is missing or has other keys.
         known = {rank: one for rank, one in theirs.items() if len(one) == len(mine) and one[0] == mine[0]}
         known[self._topology.rank] = mine
         found = [
@@ -184,7 +184,7 @@ class Comparer:
             _warn(named, {rank: one[found[0]] for rank, one in sorted(known.items())}, f"{generation}: ")
 
     def _sample_of(self, sealed: Sealed) -> tuple[int, ...]:
-        """() where it can't be read: it may be recycled by now."""
+        """Returns the sample in a shard; () if it can't be read, because its slot may have been recycled."""
         try:
             fd = self._store.open_shard(sealed)
             try:
@@ -203,15 +203,15 @@ class Comparer:
 
 
 def is_sampled(step: int) -> bool:
-    """The same on every rank, and spread over steps that are multiples of anything."""
+    """Returns the same on every rank. Steps are hashed, so that multiples of any save interval are sampled too."""
     return _spread(step) % SAMPLE_EVERY == 0
 
 
 def checksums(flat: Flat, which: Iterable[int], window_bytes: int) -> list[int]:
-    """One number for each of these tensors, from at most so many bytes of its middle.
+    """Returns one number for each of these tensors, from at most `window_bytes` of its middle.
 
-    CRC32C where the bytes lie in this process's memory; on an accelerator a weighted sum, which it computes itself; to
-    learn it, this thread waits for what is queued on the device.
+    For host memory it is a CRC32C. For an accelerator it is a weighted sum that the device computes; this thread waits
+    for it, and so for everything that is queued on the device before it.
     """
     tensors, fqns = list(flat.tensors.values()), list(flat.tensors)
     sums: list[int] = []
@@ -233,7 +233,7 @@ def checksums(flat: Flat, which: Iterable[int], window_bytes: int) -> list[int]:
         else:
             queued.append((len(sums), _weighted_sum(_window(tensor, window_bytes))))
             sums.append(0)
-    # The device is waited for once, and not for each tensor.
+    # Wait once per device and not once per tensor.
     by_device: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
     for one in queued:
         by_device.setdefault(one[1].device, []).append(one)
@@ -270,7 +270,7 @@ def _names(flat: Flat, which: Iterable[int]) -> int:
 
 
 def _hash(data: bytes) -> int:
-    """Never 0, which stands for nothing."""
+    """Returns a hash that is never 0, because 0 means that no checksum was taken."""
     return struct.unpack("<Q", hashlib.blake2b(data, digest_size=8).digest())[0] >> 1 or 1
 
 
@@ -279,7 +279,7 @@ def _spread(step: int) -> int:
 
 
 def _runs(count: int, most: int) -> list[range]:
-    """`count` places as at most `most` runs of neighbours."""
+    """Divides `count` indices into at most `most` ranges."""
     most = min(count, most)
     return [range(count * i // most, count * (i + 1) // most) for i in range(most)]
 
@@ -301,8 +301,8 @@ def _warn(named: Sequence[str], by_rank: Mapping[int, int], where: str) -> None:
     sides = [f"{ranks[:8]}{' and more' if len(ranks) > 8 else ''}" for ranks in list(alike.values())[:_SHOWN]]
     more = f" and {len(named) - _SHOWN} more" if len(named) > _SHOWN else ""
     log.warning(
-        "%stensors that count as the same on all ranks differ between ranks: %s%s (%s: ranks %s%s). After a load all "
-        "ranks have those of rank %d. %s",
+        "%stensors that count as the same on all ranks differ between ranks: %s%s (%s: ranks %s%s). A load gives all "
+        "ranks the values of rank %d. %s",
         where,
         ", ".join(named[:_SHOWN]),
         more,

@@ -29,13 +29,13 @@ _POLL_SECONDS = 0.002
 
 
 class SlotMemory(Protocol):
-    """Whoever keeps views of mapped slots beyond a save: it has them registered with a device's driver."""
+    """Keeps views of mapped slots beyond a save, because they are registered with a device's driver."""
 
     def pin(self, data: memoryview) -> None:
         """Register a slot that was just mapped; it may stay mapped until `keep_only` or the end. Does not raise."""
 
     def keep_only(self, size_bytes: int) -> None:
-        """Let all views of slots of another size go: slots of this size are about to take their place."""
+        """Release all views of slots of another size: slots of this size are about to replace them."""
 
 
 class Slots(Protocol):
@@ -84,7 +84,7 @@ class Slots(Protocol):
         """Declares what lies above dead; `base` is the generation that was loaded."""
 
     def close(self, timeout: float) -> None:
-        """What has not ended within `timeout` seconds ends by itself. May be called again."""
+        """Close. What has not ended within `timeout` seconds ends by itself. May be called again."""
 
 
 class OwnSlots:

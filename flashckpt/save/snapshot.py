@@ -37,11 +37,11 @@ def snapshot(
     """Fills the data area and returns its chunk CRCs. Once this returns the tensors may be mutated.
 
     Contiguous host memory is copied and checksummed in one native pass; what torch has to copy (accelerators,
-    odd strides) is put in place first and only checksummed there. Gaps become zero. Where an accelerator copies by
-    itself, host memory is copied meanwhile, and checksummed with the rest.
+    odd strides) is put in place first and only checksummed there. Gaps become zero. If accelerators copy
+    asynchronously, host memory is copied meanwhile and checksummed with the rest.
 
-    Tensors that `deferred` calls immediate are copied before all others, and it is told so; and again as soon as the
-    other copies are made, or queued on their devices.
+    The immediate tensors of `deferred` are copied first, followed by `deferred.took()`. Once all other copies are
+    queued on devices, `deferred.queue()` is called.
     """
     pieces: list[int] = []
     at_once: list[DeviceCopy] = []
@@ -85,7 +85,7 @@ def snapshot(
 
 
 def _copy_host(data: memoryview, pieces: list[int], chunk_bytes: int, threads: int) -> None:
-    """Copies what lies in host memory, each run of neighbours at once, and marks it as in place."""
+    """Copies tensors in host memory, adjacent ones at once, and marks them as in place."""
     at = 0
     while at < len(pieces):
         end = at

@@ -35,7 +35,7 @@ class Values:
     per_rank: frozenset[str] = frozenset()
     extra: Any = None
     assumed_bytes: int = 0
-    """Tensors that end up to here in the data area are assumed to be the same on all ranks; absent: none is known."""
+    """End of the assumed tensors, which come first in the data area. Absent: not known."""
     sample: tuple[int, ...] = ()
     """Checksums of some of these tensors on this rank, see save/same.py."""
 

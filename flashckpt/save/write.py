@@ -63,11 +63,11 @@ class ShardWriter:
 
     @property
     def device_copies(self) -> dict[str, str]:
-        """Device type → the way its tensors go into the slots (devices/copier.py)."""
+        """Return device type → way that its tensors are copied into slots (devices/copier.py)."""
         return self._copier.ways
 
     def expect(self, flat: Flat) -> None:
-        """Say what is going to be saved, so that slots made ahead are registered with its devices' drivers."""
+        """Note the devices of a state to be saved, so that slots made ahead are registered with their drivers."""
         self._copier.expect(devices_of(flat))
 
     def write(
@@ -79,9 +79,10 @@ class ShardWriter:
         deferred: Deferred | None = None,
         ready: Mapping[torch.device, torch.Event] | None = None,
     ) -> Written:
-        """Raises NoSpaceError, BusyError, ChangedError, FencedError; whatever it raises, no earlier shard was touched.
+        """Write and seal a shard. Raises NoSpaceError, BusyError, ChangedError, FencedError. Earlier shards stay.
 
-        `deferred` proves that the copy is the state at save(); None: the caller has a copy of his own. `ready`: see
+        `deferred` proves that the copy is the state at save(); None: no proof is made, because the
+        caller has a copy of its own. `ready`: see
         Copier.copy.
         """
         began = time.perf_counter()

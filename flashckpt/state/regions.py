@@ -37,7 +37,7 @@ class TensorSpec(NamedTuple):
     regions: tuple[Region, ...]
     # Global ranks that hold exactly these regions. None: all ranks, by assumption; (): nobody else that we know of.
     holders: tuple[int, ...] | None
-    # Nothing but the key says that other ranks hold the same value: a whole tensor that is no DTensor.
+    # An assumed tensor: only its key suggests that other ranks hold the same. A whole tensor that is no DTensor.
     is_assumed: bool = False
 
 

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 class SoleTensor(torch.Tensor):
-    """Wraps a tensor for a save. A plain tensor counts as the same on all ranks; this one is stored by its rank, whole.
+    """Wraps a tensor that only this rank holds, so that this rank stores it and it does not count as the same on all.
 
-    Unlike what is marked `PerRank` it has one name for all ranks: each of them can load it.
+    Unlike a value in `PerRank` it has one name for all ranks, so each rank can load it.
     """
 
     _held: torch.Tensor

@@ -68,7 +68,7 @@ class _Held:
 class Directory:
     """The held descriptors of one job's memory directory, and the only way to its files."""
 
-    _closed = True  # until it is made
+    _closed = True  # until __init__ has ended
 
     def __init__(self, base: _Held, job: _Held, states: dict[State, _Held], mount: Mount, job_name: str) -> None:
         self.path = job.path
@@ -94,7 +94,7 @@ class Directory:
                 os.close(held.fd)
 
     def __del__(self) -> None:
-        self.close()  # where an exception ended whoever was to close it
+        self.close()  # if an exception kept the owner from closing it
 
     def check_still_ours(self) -> None:
         """Raises where the directory was deleted, replaced, unmounted or opened up to others meanwhile.

@@ -319,8 +319,10 @@ class SlotStore(JobFiles):
             self._directory.remove(State.QUARANTINE, name)
 
     def take_back(self) -> int:
-        """Frees what an exception left half done: slots that were claimed, attached or on their way elsewhere. Only
-        while no thread of this process claims, writes or releases here. Returns how many."""
+        """Frees the slots that an exception left claimed, attached or in the middle of a rename. Returns how many.
+
+        Call it only while no thread of this process claims, writes or releases slots.
+        """
         self._check_usable()
         freed = 0
         for slot in list(self._writing.values()):
@@ -428,8 +430,10 @@ class SlotStore(JobFiles):
         return returned
 
     def on_unlinked(self, call: Callable[[memoryview], None]) -> None:
-        """Call it with the memory of a slot whose file others removed, before it is unmapped: whoever keeps a view lets
-        that go, or the memory stays."""
+        """Sets a callback that gets the memory of a slot before it is unmapped because its file was removed.
+
+        The callback must release its views. Otherwise the memory stays allocated.
+        """
         self._supply.on_unlinked = call
 
     def forget_unlinked(self) -> None:

@@ -84,8 +84,8 @@ class Supply:
         self._threads = threads
         self._on_foreign_name = on_foreign_name
         self._mappings: dict[int, Mapping] = {}
-        # Slots that may lie in writing/ by our doing: said before each rename into it, and taken back after each out of
-        # it, so that what an exception leaves there is found.
+        # Slots that we may have left in writing/: noted before each rename into it, and dropped after each rename
+        # out of it, so that slots which an exception leaves there are found.
         self.taken: set[int] = set()
         self._windows = Windows()
         self.on_unlinked: Callable[[memoryview], None] | None = None  # see SlotStore.on_unlinked
@@ -251,7 +251,7 @@ class Supply:
         self.taken.discard(taken.slot_id)
 
     def take_back(self) -> int:
-        """Frees what exceptions left in writing/. Only where no thread has anything there. Returns how many."""
+        """Frees slots that exceptions left in writing/. Call it only while no thread uses it. Returns how many."""
         freed = 0
         for slot_id in list(self.taken):
             name = self._name(slot_id)

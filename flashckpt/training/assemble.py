@@ -98,11 +98,11 @@ class TrainingState:
         return {part: self._capture(part) for part in wanted}
 
     def changes_only_in_step(self) -> Callable[[str, torch.Tensor], bool | None]:
-        """Tells of a captured tensor whether an optimizer owns it: its parameters, and its state of them.
+        """Returns a function that tells of a captured tensor whether it may be deferred.
 
-        None for a parameter of the model that no optimizer owns: it may be frozen, or a teacher. Everything else may
-        change at any time and is promised to be right all the same: buffers in a forward pass, a learning rate by its
-        scheduler, the user's own states.
+        True for tensors that an optimizer owns: its parameters and its state. None for a parameter that no optimizer
+        owns: it may be frozen, or a teacher. False for all others, which may change at any time: buffers change in a
+        forward pass, learning rates by a scheduler, and the user's own states by the user.
         """
         owned = {address_of(parameter) for parameter in self._owned_parameters()} - {0}
         parts = () if self.model is None else self.model.parts

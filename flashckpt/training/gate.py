@@ -1,4 +1,4 @@
-"""The gate at `optimizer.step()`: it holds every step while an overlapped save still copies what a step will change."""
+"""Holds `optimizer.step()` until an overlapped save has copied the tensors that a step changes."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 class OptimizerGate:
     """Hooks into every torch optimizer of the process, also those made later and inside wrappers.
 
-    It is closed from the moment a copy begins until it is staged, or given up, for all callers and threads. With no
-    copy under way a step costs one comparison.
+    The gate is closed, for all callers and threads, from the moment a copy begins until it is staged or given up. While
+    no copy is under way, a step costs one more comparison.
     """
 
     def __init__(self, timeout: float, on_held: Callable[[SaveHandle, float], None]) -> None:
         self._timeout = timeout
         self._on_held = on_held
         self._copying: SaveHandle | None = None
-        # One caller waits and looks for changes; the others pass after it. Reentrant: a signal handler may wait too.
+        # The first caller waits and looks for changes; the others pass after it. Reentrant: a signal handler may wait.
         self._lock = threading.RLock()
         self._hook: RemovableHandle | None = None
 
@@ -43,7 +43,7 @@ class OptimizerGate:
         self._hook = register_optimizer_step_pre_hook(self._before_step)
 
     def close_behind(self, handle: SaveHandle) -> None:
-        """From now on steps wait until `handle` is STAGED."""
+        """Make steps wait until `handle` is STAGED or given up."""
         self._copying = handle
 
     @property
@@ -51,9 +51,9 @@ class OptimizerGate:
         return self._copying is None
 
     def wait(self) -> float:
-        """Returns once tensors may be changed, and for how many seconds it held the caller.
+        """Block until tensors may be changed. Returns the seconds that the caller was held.
 
-        Where it is interrupted (Ctrl-C), the gate stays closed for the next caller.
+        If an interrupt (Ctrl-C) ends the wait, the gate stays closed for the next caller.
         """
         if self.is_open:
             return 0.0
@@ -62,7 +62,8 @@ class OptimizerGate:
             if handle is None:
                 return 0.0
             held = wait_until_staged(handle, self._timeout)
-            if handle.is_copied or handle.is_given_up:  # else other threads have streams that must wait too
+            # Otherwise copies are only queued on devices: the streams of other threads must wait for them too.
+            if handle.is_copied or handle.is_given_up:
                 self._copying = None
         if held:
             self._on_held(handle, held)
@@ -87,7 +88,7 @@ class OptimizerGate:
         return None
 
     def _behind(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The closure runs forward and backward, beside the copy; what comes after it changes parameters."""
+        """Make the closure wait for the copy at its end: forward and backward may run beside it, the update may not."""
 
         @functools.wraps(closure)
         def gated() -> Any:
@@ -99,6 +100,6 @@ class OptimizerGate:
 
 
 def _calls_closure_first(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether step(closure) is known to change nothing before it has called the closure: torch's own are."""
+    """Return True if step(closure) changes nothing before it calls the closure: known for torch's own only."""
     module = getattr(type(optimizer).step, "__module__", None) or ""
     return module.startswith("torch.optim.")

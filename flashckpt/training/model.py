@@ -24,7 +24,7 @@ class ModelState:
         self.parts = tuple(parts)
         self.renaming = Renaming()  # of the load that is under way
         self.tied: dict[str, frozenset[str]] = {}  # in it: names of one and the same tensor
-        self.renamings = 0  # how often the names were found anew: whoever remembers them by parameter forgets them then
+        self.renamings = 0  # how often the names changed: caches of names are dropped then
         self._names: dict[int, dict[str, str]] = {}  # of each part: state_dict()'s names → the parameters' own
 
     def capture(self) -> dict[str, Any]:
@@ -95,6 +95,6 @@ def _ties(state: dict[str, Any]) -> dict[str, frozenset[str]]:
 
 
 def address_of(tensor: torch.Tensor) -> int:
-    """Where the local tensor's memory begins; 0 for a wrapper that has no single one, or no memory at all."""
+    """Return the address of the local tensor's memory; 0 for a wrapper of several tensors, and without memory."""
     local = plain_local(tensor)
     return 0 if local is None else local.data_ptr()

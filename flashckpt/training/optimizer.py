@@ -51,13 +51,13 @@ class Owned:
 
     @property
     def groups(self) -> list[dict[str, Any]]:
-        """Of all parameters, also those whose state other ranks have."""
+        """The groups of all parameters, also of those whose state other ranks have."""
         found: list[dict[str, Any]] = self.outer.param_groups if self.sharded else self.optimizer.param_groups
         return found
 
     @property
     def is_flat(self) -> bool:
-        """FSDP1: one live parameter may be many by name, which only torch's helper can tell apart."""
+        """Whether FSDP1 shards the part: a flat parameter has many names, which only torch's helper knows."""
         return any(isinstance(module, FullyShardedDataParallel) for module in self.part.modules())
 
 
@@ -66,18 +66,18 @@ class _Told:
     """An optimizer's state by name."""
 
     state: dict[str, dict[str, Any]]
-    groups: list[dict[str, Any]]  # options, and under "params" names
-    own: dict[str, Any] = field(default_factory=dict)  # what its state dict has beside states and groups
+    groups: list[dict[str, Any]]  # options, and the names under "params"
+    own: dict[str, Any] = field(default_factory=dict)  # what else its state dict has
 
 
 @dataclass(frozen=True, slots=True)
 class _Template:
-    """What a load fills of one optimizer."""
+    """What a load fills for one optimizer."""
 
     owned: Owned
     told: _Told  # before the load
     kept: frozenset[str]  # names that the checkpoint does not know: their state stays
-    own: bool  # whether the checkpoint has what the wrapper keeps itself
+    own: bool  # whether the checkpoint has the wrapper's own state
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class OptimizerState:
     once. Options that are tensors (a learning rate under torch.compile) are `param_group_tensors.<parameter>.<name>`.
     What a wrapper's state dict has beside these is `own.<number of the optimizer>`.
 
-    IMPORTANT: nothing here calls step(), or a helper of torch's that does: hooks and schedulers would count it.
+    IMPORTANT: nothing here calls the user's step() or a helper that does: hooks and schedulers would count it.
     """
 
     def __init__(self, owned: Sequence[Owned]) -> None:
@@ -146,12 +146,12 @@ class OptimizerState:
         )
 
     def forget_names(self) -> None:
-        """Parameters may have other names now, though they are the same: pruning and parametrizations do that."""
+        """Forget the names, because pruning or a parametrization has renamed parameters."""
         self._names.clear()
         self._parts.clear()
 
     def _names_of(self, owned: Owned) -> _Names:
-        """torch's helper finds every name anew, which takes longer than the copy of a small state. Remembers them."""
+        """Return the names and remember them: torch's helper takes longer to find them than a small copy takes."""
         mine = self._names.get(id(owned.outer))
         if mine is not None and mine.fit(owned.groups):
             return mine
@@ -167,9 +167,9 @@ class OptimizerState:
     # --- load -----------------------------------------------------------------------------------------------
 
     def lay_out(self, found: Found | None) -> frozenset[str]:
-        """Prepares for what a checkpoint holds, None where no optimizer's state is wanted. Returns keys to leave out.
+        """Prepares to load `found`; None: no optimizer state is wanted. Returns keys to leave out.
 
-        StructureError where it is the state of another kind of optimizer.
+        Raises StructureError if it is the state of another kind of optimizer.
         """
         self._found, self._below = found, {}
         if found is None:
@@ -177,7 +177,7 @@ class OptimizerState:
         told = [self._tell(owned) for owned in self.owned]
         ours = {self.renaming.saved_name(name) for one in told for group in one.groups for name in group["params"]}
         prefix = f"{_PART}.{STATE}."
-        # IMPORTANT: in one order on all ranks. FSDP1 gathers moment by moment.
+        # IMPORTANT: in the same order on all ranks, because FSDP1 gathers one moment after the other.
         for key in sorted(key for key in found.keys if key.startswith(prefix)):
             tail = key[len(prefix) :]
             name = tail.rpartition(".")[0]
@@ -190,7 +190,7 @@ class OptimizerState:
         return self._without_owner(told, found)
 
     def _refuse_another_kind(self, owned: Owned, told: _Told, found: Found) -> None:
-        """Else its moments would be in this one's state, where nothing knows them."""
+        """Raise StructureError if the checkpoint has the options, and so the moments, of another kind of optimizer."""
         for group in told.groups:
             for name in group["params"][:1]:
                 there, options = found.value(f"{_PART}.{GROUPS}.{self.renaming.saved_name(name)}")
@@ -216,20 +216,20 @@ class OptimizerState:
         live = {str(number) for number, one in enumerate(told) if one.own}
         if saved - live:
             log.warning(
-                "step %d: what the wrapper of optimizer %s kept itself is left out: there is none now",
+                "step %d: the own state of the wrapper of optimizer %s is not loaded: there is no such wrapper now",
                 found.step,
                 ", ".join(sorted(saved - live)),
             )
         if live - saved:
             log.warning(
-                "step %d: what the wrapper of optimizer %s keeps itself stays as it is: it was not saved",
+                "step %d: the own state of the wrapper of optimizer %s stays as it is: the step does not have it",
                 found.step,
                 ", ".join(sorted(live - saved)),
             )
         return frozenset(prefix + number for number in saved - live)
 
     def state_dict(self) -> dict[str, Any]:
-        """For a load: room for all that the checkpoint holds of these parameters. Changes nothing."""
+        """For a load: tensors to fill for all that the checkpoint has of these parameters. Changes no optimizer."""
         merged: dict[str, Any] = {STATE: {}, GROUPS: {}, TENSORS: {}, OWN: {}}
         self._templates = []
         for number, owned in enumerate(self.owned):
@@ -255,7 +255,7 @@ class OptimizerState:
         return self._found is None or saved in self._below or f"{_PART}.{GROUPS}.{saved}" in self._found.keys
 
     def _room(self, owned: Owned, told: _Told) -> dict[str, Any]:
-        """By name, for every parameter of this rank that has state in the checkpoint."""
+        """Return state to fill, by name, for every parameter of this rank that has state in the checkpoint."""
         references = self._references(owned)
         room: dict[str, Any] = {}
         rehearsed: dict[str, Any] | None = None
@@ -264,7 +264,7 @@ class OptimizerState:
             below = self._below.get(saved)
             if not below:
                 continue
-            made = told.state.get(name)  # filled in place where it has the same form
+            made = told.state.get(name)  # filled in place if it has the same structure
             if made is None or not _fits(made, below):
                 model = None if self._found is None else self._found.entry(f"{_MODEL}.{saved}")
                 made = make_room(below, reference, None if model is None else model.dtype)
@@ -284,14 +284,14 @@ class OptimizerState:
         return room
 
     def _references(self, owned: Owned) -> dict[str, torch.Tensor]:
-        """Tensors that moments are like, by name: of the parameters whose state this rank has."""
+        """Return, by name, the tensors whose form the moments take: the parameters whose state this rank has."""
         if owned.is_flat:
             return cast("dict[str, torch.Tensor]", get_model_state_dict(owned.part))
         held = {id(p) for group in owned.optimizer.param_groups for p in group["params"]}
         return {name: parameter for name, parameter in self._names_of(owned).pairs() if id(parameter) in held}
 
     def _rehearse(self, owned: Owned) -> dict[str, Any]:
-        log.info("%s: a copy takes a first step, to learn how its state is nested", type(owned.optimizer).__name__)
+        log.info("%s: a copy of it takes a step, which shows how its state is nested", type(owned.optimizer).__name__)
         state = rehearse(owned.optimizer)
         return {name: state[parameter] for name, parameter in self._names_of(owned).pairs() if parameter in state}
 
@@ -335,7 +335,7 @@ class OptimizerState:
         names = self._names_of(owned)
         of = {parameter: told.state[name] for name, parameter in names.pairs() if name in told.state}
         if owned.sharded:
-            # Its own load_state_dict() wants the state of all ranks.
+            # load_state_dict() of the outer optimizer needs the state of all ranks.
             _hand_over_sharded(owned, of, told)
             return
         payload = _payload(owned.optimizer.param_groups, of, told.groups)
@@ -345,12 +345,12 @@ class OptimizerState:
         _put_back(owned.optimizer, of)
 
     def end_load(self) -> None:
-        """Forgets what was laid out."""
+        """Forget what `lay_out` and `state_dict` have prepared."""
         self._found, self._below, self._templates = None, {}, []
 
 
 def own(parts: Sequence[nn.Module], optimizer: Any) -> tuple[Owned, ...]:
-    """Which part of the model each optimizer works on. Raises ConfigError where that is not one part."""
+    """Find the part of the model that each optimizer works on. Raises ConfigError if it is not one part."""
     homes: dict[torch.Tensor, nn.Module] = {parameter: part for part in parts for parameter in part.parameters()}
     owned: list[Owned] = []
     seen: set[int] = set()
@@ -382,18 +382,18 @@ def _refuse_strangers(optimizer: Any, groups: Sequence[Mapping[str, Any]], known
 
 
 class _Probe(torch.optim.Optimizer):
-    """Lends parameters and options to torch's helper, which makes an optimizer without state take a step."""
+    """Passes parameters and options to torch's helper, which would make an optimizer without state take a step."""
 
     def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
         super().__init__([dict(group) for group in groups], {})
         self.state.update({parameter: {} for group in groups for parameter in group["params"]})
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        raise InternalError("an optimizer that only lends its parameters was made to take a step")
+        raise InternalError("an optimizer that only passes parameters to torch was made to take a step")
 
 
 def _names_in(part: nn.Module) -> dict[torch.Tensor, str]:
-    """The names of all parameters, as torch's helper tells them: without wrappers."""
+    """Return the names of all parameters as torch's helper gives them: without wrappers."""
     parameters = list(part.parameters())
     told = cast("dict[str, Any]", get_optimizer_state_dict(part, _Probe([{"params": parameters}])))
     return dict(zip(parameters, told[GROUPS][0]["params"], strict=True))
@@ -406,7 +406,7 @@ def _tell_flat(owned: Owned) -> _Told:
 
 
 def _read(owned: Owned) -> tuple[dict[torch.Tensor, Any], list[dict[str, Any]], dict[str, Any]]:
-    """(state by parameter, options by group, what else there is), as the optimizer's own state dict has them."""
+    """Return state by parameter, options by group, and the rest of the optimizer's own state dict."""
     if owned.sharded or _tells_as_it_is(owned.outer):
         state = owned.optimizer.state
         loose = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
@@ -432,7 +432,7 @@ def _read(owned: Owned) -> tuple[dict[torch.Tensor, Any], list[dict[str, Any]], 
 
 
 def _tells_as_it_is(optimizer: Any) -> bool:
-    """Whether state_dict() is torch's own and nobody hooked into it."""
+    """Whether state_dict() is torch's own and has no hooks."""
     hooks = [getattr(optimizer, f"_optimizer_state_dict_{when}_hooks", None) for when in ("pre", "post")]
     return type(optimizer).state_dict is torch.optim.Optimizer.state_dict and not any(hooks)
 
@@ -440,7 +440,7 @@ def _tells_as_it_is(optimizer: Any) -> bool:
 def _payload(
     groups: Sequence[Mapping[str, Any]], state: Mapping[torch.Tensor, Any], options: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """As Optimizer.state_dict() numbers parameters."""
+    """Make a state dict with the parameters numbered as Optimizer.state_dict() numbers them."""
     numbers: dict[torch.Tensor, int] = {}
     for group in groups:
         for parameter in group["params"]:
@@ -455,7 +455,7 @@ def _payload(
 
 
 def _load_keeping_rates(owned: Owned, payload: dict[str, Any]) -> None:
-    """Options that are tensors are filled and stay the objects they are: a compiled or captured step reads them."""
+    """Load, but fill options that are tensors in place: a compiled or captured step reads these very objects."""
     live = [
         {key: value for key, value in group.items() if isinstance(value, torch.Tensor)}
         for group in owned.optimizer.param_groups
@@ -471,7 +471,7 @@ def _load_keeping_rates(owned: Owned, payload: dict[str, Any]) -> None:
 
 
 def _put_back(optimizer: torch.optim.Optimizer, state: Mapping[torch.Tensor, Any]) -> None:
-    """Optimizer.load_state_dict gives moments their parameter's dtype, and spoils strings. What was saved counts."""
+    """Undo what Optimizer.load_state_dict does: it casts moments to their parameter's dtype and spoils strings."""
     hooks = [getattr(optimizer, f"_optimizer_load_state_dict_{when}_hooks", None) for when in ("pre", "post")]
     if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict or any(hooks):
         return
@@ -493,7 +493,7 @@ def _holds_text_or_mappings(value: Any) -> bool:
 
 
 def _hand_over_sharded(owned: Owned, state: Mapping[torch.Tensor, Any], told: _Told) -> None:
-    """Each rank gives its local optimizer the state of its own parameters, and all groups their options."""
+    """Give the local optimizer the state of this rank's parameters, and all groups their options."""
     options = [{key: value for key, value in group.items() if key != "params"} for group in told.groups]
     by_parameter = {id(p): mine for group, mine in zip(owned.groups, options, strict=True) for p in group["params"]}
     local = owned.optimizer.param_groups
@@ -528,7 +528,7 @@ def _hand_over_flat(owned: Owned, told: _Told) -> None:
 
 
 def _alone(value: Any) -> Any:
-    """With each tensor marked as one that only this rank holds."""
+    """Mark each tensor as one that only this rank holds."""
     if isinstance(value, torch.Tensor):
         return SoleTensor(value)
     if isinstance(value, dict):
@@ -564,12 +564,12 @@ def _merge(
 
 
 def _without_empty(merged: dict[str, Any]) -> dict[str, Any]:
-    """Nothing is not a key: an optimizer without moments has none under that name."""
+    """Drop empty parts: an optimizer without moments has no key for them."""
     return {key: value for key, value in merged.items() if value}
 
 
 def _group(live: Mapping[str, Any], saved_options: dict[str, Any], saved: dict[str, str]) -> dict[str, Any]:
-    """The options that all parameters of a group were saved with; the live ones where the checkpoint has none."""
+    """Return a group's saved options, which its parameters must share; live options where none were saved."""
     names = live["params"]
     options = [saved_options[saved[name]] for name in names]
     for name, one in zip(names, options, strict=True):

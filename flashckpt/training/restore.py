@@ -88,7 +88,7 @@ def _some(names: Collection[str]) -> str:
 def screen(
     found: Found, wish: Wish, model: ModelState | None, optimizer: OptimizerState | None
 ) -> Callable[[str], bool]:
-    """Guards, then says which keys to load. Tells the optimizer what it gets, so that it can make room for it."""
+    """Checks what is to be loaded and returns the keys. Passes it to the optimizer, which prepares tensors for it."""
     _, ours = unwrap_extra(found.extra)
     guard(found.step, ours.get("compat", {}), wish.expect, wish.on_mismatch)
     saved = set(ours.get("parts", ())) or {key.partition(".")[0] for key in found.keys}
@@ -105,7 +105,7 @@ def screen(
     spare: list[frozenset[str]] = []
 
     def keep(key: str) -> bool:
-        if not spare:  # not before: the model says what is tied when it is asked for its state dict
+        if not spare:  # not before: the model finds tied names in state_dict()
             spare.append(_tied_to_others(found.keys, model))
         return key.partition(".")[0] in chosen and key not in spare[0] and key not in ignored
 

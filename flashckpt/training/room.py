@@ -1,4 +1,4 @@
-"""Makes the tensors that a load fills, from what the checkpoint holds of a parameter. No optimizer steps for it."""
+"""Makes the tensors of optimizer state that a load fills, without a step of the user's optimizer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# What the checkpoint holds below one parameter: by the rest of the key; None where it is no tensor.
+# The checkpoint's entries below one parameter, by the rest of the key. None: the value is not a tensor.
 Below = dict[str, "TensorEntry | None"]
 
 _LIKE = (torch.Tensor, nn.Parameter, DTensor, ShardedTensor)
@@ -31,10 +31,10 @@ _HOOKS = "_hooks"
 
 
 def make_room(below: Below, reference: torch.Tensor, parameter_dtype: str | None) -> Any:
-    """Nested state for one parameter, its tensors not filled; None where the names leave open what it looked like.
+    """Returns nested state for one parameter, its tensors not filled. None if the names do not show the structure.
 
-    `reference` is the live parameter (for FSDP1 what the model's state dict has for it); `parameter_dtype` the saved
-    one's: a moment that had it gets the live parameter's, any other keeps its own.
+    `reference` is the live parameter; for FSDP1, what the model's state dict has for it. `parameter_dtype` is the dtype
+    of the saved parameter: a moment of that dtype gets the live parameter's dtype, any other moment keeps its own.
     """
     if type(reference) not in _LIKE:
         return None
@@ -57,7 +57,7 @@ def _tensor(name: str, entry: TensorEntry, reference: torch.Tensor, parameter_dt
     dtype: torch.dtype = getattr(torch, entry.dtype)
     shape, sharded = entry.global_shape, isinstance(reference, (DTensor, ShardedTensor))
     if name == "step" and not shape:
-        # On the CPU; Optimizer.load_state_dict moves it where the options ask for that (fused, capturable).
+        # On the CPU: Optimizer.load_state_dict moves it to the device if the options need that (fused, capturable).
         return torch.empty((), dtype=dtype)
     if shape == tuple(reference.shape):
         both = dtype.is_floating_point and reference.dtype.is_floating_point
@@ -65,12 +65,12 @@ def _tensor(name: str, entry: TensorEntry, reference: torch.Tensor, parameter_dt
             dtype = reference.dtype
         return torch.empty_like(reference, dtype=dtype, requires_grad=False)
     if sharded and shape:
-        return None  # nobody knows whether it was sharded too
+        return None  # the checkpoint does not show whether it was sharded too
     return torch.empty(shape, dtype=dtype, device=reference.device)
 
 
 def _has_numbers_as_names(tail: str, entry: TensorEntry) -> bool:
-    """Whether a part that looks like a list's index was a key of a mapping, 0 or "0". Only memory remembers paths."""
+    """Returns True if a part that looks like a list index was a mapping's key. Only generations in memory tell."""
     parts = tail.split(".")
     last = entry.path[-len(parts) :]
     if len(entry.path) < len(parts) or [str(part) for part in last] != parts:
@@ -79,7 +79,7 @@ def _has_numbers_as_names(tail: str, entry: TensorEntry) -> bool:
 
 
 def _is_certain(value: Any) -> bool:
-    """A list is; so is a mapping of plain values. A mapping of tensors may have been one tensor made of others."""
+    """Returns True for lists and for mappings of plain values. A mapping of tensors may be a flattened tensor."""
     if not isinstance(value, dict):
         return True
     if _is_list(value):
@@ -88,7 +88,7 @@ def _is_certain(value: Any) -> bool:
 
 
 def _is_list(value: dict[str, Any]) -> bool:
-    # One of plain values alone is a value itself, and has no keys.
+    # A list of plain values only is saved as one value and has no keys of its own.
     return set(value) == {str(number) for number in range(len(value))} and any(v is not None for v in value.values())
 
 
@@ -99,10 +99,10 @@ def _lists(value: Any) -> Any:
 
 
 def rehearse(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, Any]:
-    """The state after a first step, by parameter, from a copy of the optimizer over copies of its parameters.
+    """Returns the state after a first step, by parameter, from a copy of the optimizer over copies of its parameters.
 
-    For state whose structure the names do not tell. Costs the memory of the parameters and their gradients meanwhile.
-    No hook sees it, the random numbers stay. Empty where a step can't be taken without the training's help.
+    Used if the names do not show the structure of the state. Meanwhile it needs memory for a copy of the parameters and
+    for their gradients. No hook is called, and the random state is restored. Returns {} if the copy can't take a step.
     """
     copies: dict[torch.Tensor, nn.Parameter] = {}
     for group in optimizer.param_groups:
@@ -115,11 +115,11 @@ def rehearse(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, Any]:
     rng = capture_rng()
     with _without_global_hooks(), torch.no_grad():
         try:
-            # torch wraps step() to call the hooks; below is the class's own.
+            # torch wraps step() to call the hooks; __wrapped__ is the method of the class.
             (step.__wrapped__ if getattr(step, "hooked", False) else step)(stand_in)  # type: ignore[attr-defined]
         except Exception as error:
             kind = type(error).__name__
-            log.info("%s: its copy could not take a step: %s: %s", type(optimizer).__name__, kind, error)
+            log.info("%s: a copy of it could not take a step: %s: %s", type(optimizer).__name__, kind, error)
             return {}
         finally:
             restore_rng(rng)
@@ -131,7 +131,7 @@ def _stand_in(optimizer: torch.optim.Optimizer, copies: Mapping[torch.Tensor, nn
     made: torch.optim.Optimizer = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
         if name == "step":
-            continue  # a scheduler's, which counts
+            continue  # a scheduler replaced it by one that counts steps
         if name.endswith(_HOOKS):
             vars(made)[name] = OrderedDict()
         elif name not in ("state", "param_groups"):

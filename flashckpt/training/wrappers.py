@@ -1,4 +1,4 @@
-"""Finds the torch optimizers inside what people pass as `optimizer=`: wrappers, containers, lists and dicts of them."""
+"""Finds the torch optimizers in the argument `optimizer=`: in wrappers, containers, lists and dicts of them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Unwrapped:
     """A torch optimizer and what it was wrapped in."""
 
     optimizer: torch.optim.Optimizer  # holds the state; its step() changes the parameters
-    outer: Any  # what the user made, or the optimizer itself: asked for its state dict, and given it back
+    outer: Any  # the wrapper, or the optimizer itself; its state_dict() and load_state_dict() are called
     sharded: bool = False  # the optimizer has only this rank's parameters of `outer` (ZeRO)
 
 
 def unwrap(given: Any) -> list[Unwrapped]:
-    """Every optimizer in `given`, in its order. Raises ConfigError for what can't be understood."""
+    """Returns every optimizer in `given`, in its order. Raises ConfigError for any other object."""
     found = list(_unwrap_all(given))
     if not found:
         raise ConfigError(
@@ -73,17 +73,17 @@ def _unwrap_one(one: Any) -> Iterator[Unwrapped]:
 
 
 def _unwrap_wrapper(one: Any, name: str, inner: torch.optim.Optimizer) -> Unwrapped:
-    """An object around one optimizer: only where both clearly have the same parameters and the same state."""
+    """Accepts a wrapper of one optimizer only if both have the same parameters and the same state."""
     described = f"optimizer: found a {_name(one)} around a {_name(inner)}"
     groups = getattr(one, "param_groups", None)
     if not isinstance(groups, list) or _identities(groups) != _identities(inner.param_groups):
         raise ConfigError(
-            f"{described} with other parameters; expected param_groups of the same parameters",
-            hint=f"pass what changes the model's own parameters: the {_name(one)}'s .{name}, if it does",
+            f"{described} with other parameters; expected both to have the same parameters",
+            hint=f"pass the optimizer that changes the model's own parameters: the {_name(one)}'s .{name}, if it does",
         )
     if getattr(one, "state", inner.state) is not inner.state:
         raise ConfigError(
-            f"{described} that keeps a state of its own; expected it to hand on the state of the inner one",
+            f"{described} that keeps a state of its own; expected both to have the same state",
             hint=f"pass its .{name} as optimizer=, and what it keeps itself in states=",
         )
     (found,) = _exactly_one(one, name, inner)
@@ -129,7 +129,7 @@ def _unwrap_zero(one: Any) -> Unwrapped:
 
 
 def _is_zero(one: Any) -> bool:
-    # Not imported for this: whoever has made one has imported it.
+    # Not imported here: if the user made one, its module is loaded.
     module = sys.modules.get(_ZERO)
     return module is not None and isinstance(one, module.ZeroRedundancyOptimizer)
 
