@@ -197,7 +197,7 @@ class Deferred:
     def wait_until_taken(self) -> None:
         """Hold save() until its immediate tensors are copied. Give the save up if that exceeds the timeout."""
         if self.immediate and not self._taken.wait(self._timeout) and self._handle.give_up():
-            log.warning("step %d: not copied within %.1f s; the save is given up", self._handle.step, self._timeout)
+            log.warning("step %d: not copied within %.1f s, so the save fails", self._handle.step, self._timeout)
 
     def queue(self, events: Mapping[torch.device, torch.Event]) -> None:
         """Open the gate in the streams if the proof allows it. All copies are made, or queued before `events`.

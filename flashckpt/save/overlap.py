@@ -71,7 +71,7 @@ def wait_until_staged(handle: SaveHandle, timeout: float) -> float:
         return 0.0
     began = time.perf_counter()
     if not handle.wait_until_copied(timeout) and handle.give_up():
-        log.warning("step %d: not copied within %.1f s; the save is given up", handle.step, timeout)
+        log.warning("step %d: not copied within %.1f s: the save fails and training goes on", handle.step, timeout)
     handle.let_pass()
     if not handle.is_copied and handle.queued is not None:
         handle.queued.pass_in_stream()

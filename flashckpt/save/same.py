@@ -92,7 +92,7 @@ class Comparer:
             window = max(64, min(WINDOW_BYTES, BUDGET_BYTES // len(plan.assumed)))
             self._sums = array("Q", checksums(flat, plan.assumed, window))
         except (FlashError, RuntimeError) as error:
-            log.info("tensors that count as the same on all ranks are not compared: %s", error)
+            log.info("this rank does not compare tensors that count as the same on all ranks: %s", error)
             return NOTHING
         return Summary(_names(flat, plan.assumed), _hash(self._sums.tobytes()))
 
