@@ -26,6 +26,7 @@ T = TypeVar("T")
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
 _MOST_UNANSWERED = 3  # agents, one after the other, that end before they answer the first call
+_RENEW_SECONDS = 10.0  # that one attempt of the watching thread to get a lease may take
 _GRACE = 10.0  # seconds that a call may take to end beyond its deadline
 # The agent is gone, was restarted, or drains: another one comes.
 _PASSING = (AgentError, DeniedError, ClosedError)
@@ -185,7 +186,7 @@ class AgentLink:
                 if client is None:
                     client = AgentClient(self._socket_path)
                 client.bye(lease.ticket)
-            except FlashError as error:
+            except (FlashError, OSError) as error:
                 log.info("goodbye to the agent: %s", error)
         for one in (client, self._client, self._watching):
             if one is not None:
@@ -221,7 +222,12 @@ class AgentLink:
                 return self._lease, client
             left = max(0.1, deadline - time.monotonic())
             if self._start is not None and not self._closed.is_set():
-                self._start(left)
+                try:
+                    self._start(left)
+                except OSError as error:  # out of descriptors or processes: passes, like an agent that is away
+                    raise AgentError(
+                        f"agent at {self._socket_path}: expected to look for it and start it, found: {error}"
+                    ) from error
             asked_at = time.monotonic()
             try:
                 self._lease = self._hello(client)
@@ -254,6 +260,7 @@ class AgentLink:
         return client.hello(Owner.current(), self._rank, VERSION, self.job)
 
     def _watch(self) -> None:
+        """Listen for news and bring the agent back, until close(). Whatever is raised meanwhile is tried again."""
         pause = _FIRST_PAUSE
         while not self._closed.is_set():
             lease = self._lease
@@ -268,15 +275,24 @@ class AgentLink:
                             pause = _FIRST_PAUSE
                             self.on_progress(progress)
                     lives = True
-            except FlashError as error:
+            except Exception as error:
                 if not self._closed.is_set():
-                    log.info("news from the agent stopped: %s", error.message)
+                    # An error that is not ours may have come from anywhere, so that the lease may well live.
+                    _report(error, logging.INFO, "news from the agent stopped")
             if self._closed.wait(pause):
                 return
             pause = min(2 * pause, _LONGEST_PAUSE)
             if lives:
                 continue  # where the agent has gone, the next look says so
             try:
-                self._renew(lease, time.monotonic() + 10.0)
-            except FlashError as error:
-                log.warning("this node has no agent at the moment: %s", error)
+                self._renew(lease, time.monotonic() + _RENEW_SECONDS)
+            except Exception as error:
+                _report(error, logging.WARNING, "this node has no agent at the moment")
+
+
+def _report(error: Exception, level: int, what: str) -> None:
+    """Log an error that the caller survives: expected ones in a line, all others with their traceback."""
+    if isinstance(error, FlashError):
+        log.log(level, "%s: %s", what, error)
+    else:
+        log.warning("%s; trying again", what, exc_info=error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -225,20 +226,31 @@ def _run_locked(options: Options, directory: Directory, lock: AgentLock, ready: 
 def _watch(shell: Shell, linger: float, directory: Directory, lock: AgentLock, stop: threading.Event) -> None:
     """Ends an agent that nobody needs, and one whose memory is not there any more."""
     while not stop.wait(_WATCH_SECONDS):
-        _rotate_log(directory)
-        reason = None
         try:
-            directory.check_still_ours()
-            if not lock.is_in_force():
-                reason = "its lock file was removed, so that a second agent could start"
-        except (FlashError, OSError) as error:
-            reason = str(error)
-        idle = shell.idle_seconds()
-        if reason is None and linger and idle is not None and idle >= linger:
-            reason = f"no trainer for {idle:.0f} s (linger is {linger:g} s)"
+            _rotate_log(directory)
+            reason = _why_end(shell, linger, directory, lock)
+        except Exception:
+            _log.exception("looking after the agent itself failed; trying again")
+            continue
         if reason is not None:
             _log.warning("stopping: %s", reason)
             stop.set()
+
+
+def _why_end(shell: Shell, linger: float, directory: Directory, lock: AgentLock) -> str | None:
+    try:
+        directory.check_still_ours()
+        if not lock.is_in_force():
+            return "its lock file was removed, so that a second agent could start"
+    except FlashError as error:
+        return str(error)
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):  # those say nothing about the directory
+            return str(error)
+    idle = shell.idle_seconds()
+    if linger and idle is not None and idle >= linger:
+        return f"no trainer for {idle:.0f} s (linger is {linger:g} s)"
+    return None
 
 
 # -- what the process is to others -----------------------------------------------------------------------
