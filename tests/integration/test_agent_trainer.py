@@ -246,7 +246,7 @@ def test_a_trainer_without_descriptors_brings_its_agent_back_when_it_has_some(ma
     os.kill(pid, signal.SIGKILL)
     with no_descriptor_left():
         time.sleep(1.0)
-    wait_until(lambda: (found := status(memory_dir)) and found["trainers"], "another agent with a lease of this trainer")
+    wait_until(lambda: (found := status(memory_dir)) and found["trainers"], "another agent with our lease")
     assert watcher.is_alive()
     assert checkpointer.save(2, state(2)).outcome == "ok"
     began = time.monotonic()
