@@ -166,7 +166,7 @@ def wait_for_threads(before, where):
 
 
 def wait_for_descriptors(most, where):
-    """Wait until this process has at most that many open. gloo's own thread closes those of a group some time after it."""
+    """Wait until at most that many are open. gloo's own thread closes those of a group some time after it."""
     deadline = time.monotonic() + PROMPT
     while len(os.listdir("/proc/self/fd")) > most:
         assert time.monotonic() < deadline, f"{where}: {len(os.listdir('/proc/self/fd'))} descriptors, at most {most}"
