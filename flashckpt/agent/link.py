@@ -195,20 +195,30 @@ class AgentLink:
             self._watcher.join(5.0)
 
     def _open(self, deadline: float) -> None:
-        """The first lease. An agent that drains takes no trainer, and soon does not answer: its successor will."""
-        unanswered = 0
+        """The first lease. An agent that drains takes no trainer, and soon does not answer: its successor will.
+
+        The rank that starts the agents gives up after a few that end before they answer; the others wait for it.
+        """
+        began, unanswered, pause = time.monotonic(), 0, _FIRST_PAUSE
         while True:
             try:
                 self._renew(None, deadline)
             except (ClosedError, _UnansweredError) as error:
                 unanswered += isinstance(error, _UnansweredError)
-                is_last = unanswered > (0 if self._start is None else _MOST_UNANSWERED)
-                if is_last or self._closed.is_set() or time.monotonic() + _FIRST_PAUSE >= deadline:
+                if self._closed.is_set() or (self._start is not None and unanswered > _MOST_UNANSWERED):
                     raise
+                if time.monotonic() + pause >= deadline:
+                    raise AgentError(
+                        f"agent at {self._socket_path}: expected one that takes trainers within "
+                        f"{time.monotonic() - began:.0f} s, found: {error.message}",
+                        hint="`flashckpt agent status` shows it, and where its log is; wait longer (start_timeout), "
+                        "or end one that drains with `flashckpt agent stop --kill`: what is sealed stays",
+                    ) from error
                 log.info("no lease yet: %s", error.message)
             else:
                 break
-            time.sleep(_FIRST_PAUSE)
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE / 4)
         self._watcher = threading.Thread(target=self._watch, name="flashckpt-watch", daemon=True)
         self._watcher.start()
 

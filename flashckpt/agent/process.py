@@ -214,8 +214,8 @@ def _run_locked(options: Options, directory: Directory, lock: AgentLock, ready: 
             shell.serve_until(stop)
             # Whoever made it stop, the watcher has nothing to do any more.
             stop.set()
-            _log.info("draining, for at most %g s", options.drain_timeout)
-            shell.drain(options.drain_timeout)
+            _log.info("draining, for at most %g s", shell.drain_seconds)
+            shell.drain()
         finally:
             stop.set()
             shell.close()

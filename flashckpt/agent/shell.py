@@ -91,6 +91,7 @@ class Shell:
         self._server: AgentServer | None = None
         self._scrubber = Scrubber(self._files.open, options.scrub_interval, self._files.note_verified)
         self._stop: threading.Event | None = None
+        self._told_seconds: float | None = None  # that whoever stops it gives it to drain
         self._draining = False
 
     # --- life -----------------------------------------------------------------------------------------------
@@ -140,7 +141,7 @@ class Shell:
             except (FlashError, OSError) as error:
                 _log.warning("looking after what is held: %s; trying again", error)  # out of descriptors, say
 
-    def drain(self, timeout: float) -> None:
+    def drain(self) -> None:
         """Grants nothing new; lets pushes and a flush finish."""
         self._draining = True
         self.trainers.close()
@@ -150,8 +151,7 @@ class Shell:
             _log.warning("looking for shards once more: %s", error)
         self.want_flush_at_end("the agent stops")
         began = time.monotonic()
-        deadline = began + timeout
-        while time.monotonic() < deadline and self._has_work():
+        while time.monotonic() < began + self._push_patience() and self._has_work():
             self.feed(Tick())
             time.sleep(_DRAIN_SECONDS)
         while time.monotonic() < began + self._flush_patience():
@@ -187,6 +187,19 @@ class Shell:
         if wanted:
             self.feed(FlushWanted(None, reason))
 
+    @property
+    def drain_seconds(self) -> float:
+        """What a drain takes at most: as it was told, else by its own settings."""
+        if self._told_seconds is not None:
+            return self._told_seconds
+        with self._lock:
+            session = self._core.session
+        flush = 0.0 if session is None or session.persist is None else session.persist.drain_timeout
+        return max(self.options.drain_timeout, flush)
+
+    def _push_patience(self) -> float:
+        return self.options.drain_timeout if self._told_seconds is None else self._told_seconds
+
     def _flush_patience(self) -> float:
         """Seconds that a drain may take for the sake of a flush; 0 where none is due."""
         with self._lock:
@@ -194,7 +207,9 @@ class Shell:
             if session is None or session.persist is None or not flushing.is_busy:
                 return 0.0
             # One that failed just now would be tried again later than this process lives.
-            return 0.0 if flushing.order is None and flushing.failures else session.persist.drain_timeout
+            if flushing.order is None and flushing.failures:
+                return 0.0
+            return session.persist.drain_timeout if self._told_seconds is None else self._told_seconds
 
     def _start_flush(self, effect: StartFlush) -> None:
         session = self._core.session
@@ -337,15 +352,18 @@ class Shell:
         with self._lock:
             return self._core.held.get(shard)
 
-    def stop(self) -> None:
+    def stop(self, drain_timeout: float | None) -> None:
+        """Drain for at most that long (None: by its own limits), also if it drains already. The last word counts."""
+        self._told_seconds = drain_timeout
         if self._stop is not None:
             self._stop.set()
 
     def status(self) -> dict[str, Any]:
         now = time.monotonic()
         store = self.store.status()
+        drain_seconds = self.drain_seconds
         with self._lock:
-            return describe(
+            found = describe(
                 self._core,
                 now,
                 options=self.options,
@@ -357,6 +375,7 @@ class Shell:
                 draining=self._draining,
                 flushed_bytes=self.flusher.done_bytes,
             )
+        return {**found, "drain_seconds": drain_seconds}
 
     # --- what the others of this package ask ----------------------------------------------------------------
 

@@ -317,8 +317,8 @@ class Trainers:
     def status(self) -> dict[str, Any]:
         return self._shell.status()
 
-    def stop(self, drain_timeout: float) -> None:
-        self._shell.stop()
+    def stop(self, drain_timeout: float | None) -> None:
+        self._shell.stop(drain_timeout)
 
     def leases(self) -> list[dict[str, int]]:
         with self._lock:
