@@ -27,6 +27,7 @@ T = TypeVar("T")
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
 _MOST_UNANSWERED = 3  # agents, one after the other, that end before they answer the first call
 _RENEW_SECONDS = 10.0  # that one attempt of the watching thread to get a lease may take
+_MAX_LOG_TAIL_BYTES = 16 << 10
 _GRACE = 10.0  # seconds that a call may take to end beyond its deadline
 # The agent is gone, was restarted, or drains: another one comes.
 _PASSING = (AgentError, DeniedError, ClosedError)
@@ -137,7 +138,7 @@ class AgentLink:
                 if time.monotonic() + pause >= deadline:
                     raise AgentError(
                         f"{doing}: expected this node's agent to answer within {round(timeout, 1):g} s, "
-                        f"found: {error.message}"
+                        f"found: {error.message}{_last_words(self._socket_path)}"
                     ) from error
                 log.info("%s: %s; trying again", doing, error.message)
             if client is not None and self._client is not client:
@@ -298,6 +299,22 @@ class AgentLink:
                 self._renew(lease, time.monotonic() + _RENEW_SECONDS)
             except Exception as error:
                 _report(error, logging.WARNING, "this node has no agent at the moment")
+
+
+def _last_words(socket_path: str) -> str:
+    """Why the last agent ended, as the end of its log says; "" if it does not."""
+    try:
+        with open(os.path.join(os.path.dirname(socket_path), "agent.log"), "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _MAX_LOG_TAIL_BYTES))
+            lines = file.read().decode("utf-8", "replace").splitlines()
+    except OSError:
+        return ""
+    for line in reversed(lines):
+        if " CRITICAL " in line or " does not run: " in line or " stopping: " in line:
+            return f"; its log says: {line.strip()}"
+        if " runs: pid " in line:
+            break
+    return ""
 
 
 def _report(error: Exception, level: int, what: str) -> None:

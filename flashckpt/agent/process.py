@@ -42,7 +42,10 @@ _PR_SET_DUMPABLE = 4
 _MALLOC_OPTIONS = ((-1, 256 << 20), (-3, 32 << 20), (-8, 2))  # trim threshold, mmap threshold, arenas
 _SECONDS = ("linger", "beat_interval", "peer_timeout", "scrub_interval", "drain_timeout")
 
+_MAX_REASON_BYTES = 4096  # fit into a pipe that nobody reads yet
+
 _log = logging.getLogger(__name__)
+_starter: int | None = None  # where whoever starts a detached agent reads why it does not run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,12 +176,21 @@ def run(options: Options, *, ready: Callable[[], None] = lambda: None, daemon: b
             directory.close()
     except FlashError as error:
         _log.error("the agent of job %r does not run: %s", options.job, error)
+        _tell_starter(str(error), daemon=daemon)
         if isinstance(error, ConflictError):
             return HELD
         return USAGE if isinstance(error, ConfigError) else FAILED
-    except Exception:
+    except Exception as error:
         _log.exception("the agent of job %r failed", options.job)
+        _tell_starter(repr(error), daemon=daemon)
         return FAILED
+
+
+def _tell_starter(reason: str, *, daemon: bool) -> None:
+    """The log may have no room for it."""
+    if daemon and _starter is not None:
+        with contextlib.suppress(OSError):
+            os.write(_starter, reason.encode("utf-8", "backslashreplace")[:_MAX_REASON_BYTES])
 
 
 def _run_locked(options: Options, directory: Directory, lock: AgentLock, ready: Callable[[], None]) -> int:
@@ -324,13 +336,19 @@ def detach(target: Callable[[Callable[[], None]], int], timeout: float) -> int:
 
 
 def _be_detached(target: Callable[[Callable[[], None]], int], writer: int | None) -> int:
+    global _starter
+    _starter = os.dup(1)  # a pipe, while its starter waits
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     if null > 2:
         os.close(null)
 
     def report(code: int) -> None:
+        global _starter
         nonlocal writer
+        if _starter is not None:
+            os.close(_starter)
+            _starter = None
         if writer is not None:
             with contextlib.suppress(BrokenPipeError):  # nobody waits any more
                 os.write(writer, bytes([code]))
@@ -363,7 +381,12 @@ def open_log(directory: Directory) -> int:
     """A descriptor that appends to the job's agent.log; of /dev/null where the filesystem can't take text."""
     if directory.mount.fs_type == "hugetlbfs":
         return os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-    fd = directory.open_file(None, LOG_NAME, write=True, create=True)
+    try:
+        fd = directory.open_file(None, LOG_NAME, write=True, create=True)
+    except OSError as error:
+        if isinstance(error, FlashError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        return os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)  # no inode is left for it
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_APPEND)
     return fd
 

@@ -47,7 +47,7 @@ from flashckpt.agent.spare import missing_slots, why_no_room
 from flashckpt.agent.status import describe
 from flashckpt.agent.succession import Succession, die, owed
 from flashckpt.agent.trainers import Trainers
-from flashckpt.errors import ConfigError, FlashError, NotFoundError, PeerError
+from flashckpt.errors import ConfigError, FlashError, NoSpaceError, NotFoundError, PeerError
 from flashckpt.failpoints import failpoint
 from flashckpt.persist.spec import FlushSpec
 from flashckpt.rpc.agent_server import AgentServer
@@ -119,8 +119,18 @@ class Shell:
                 self._apply(Gone(one.shard))
         if session is not None and len(session.members) > 1:
             self._succession.listen_again(self.peers)
-        self._server = AgentServer(self.trainers, self.store.socket_path(SOCKET_NAME))
+        self._succession.look_for_room()
+        self._server = self._serve()
         _log.info("adopted %d shards; session: %s", len(held), "none" if session is None else session.launch)
+
+    def _serve(self) -> AgentServer:
+        while True:
+            try:
+                return AgentServer(self.trainers, self.store.socket_path(SOCKET_NAME))
+            except FlashError as error:
+                # A socket needs an inode. Its name is free by then.
+                if "No space left" not in error.message or not self.store.give_up_spare():
+                    raise
 
     def serve_until(self, stop: threading.Event) -> None:
         self._stop = stop
@@ -137,6 +147,7 @@ class Shell:
                 if now >= scan_at:
                     scan_at = now + _SCAN_SECONDS
                     self.look_around()
+                    self._succession.look_for_room()
                 self._scrub(now)
             except (FlashError, OSError) as error:
                 _log.warning("looking after what is held: %s; trying again", error)  # out of descriptors, say
@@ -375,7 +386,7 @@ class Shell:
                 draining=self._draining,
                 flushed_bytes=self.flusher.done_bytes,
             )
-        return {**found, "drain_seconds": drain_seconds}
+        return {**found, "drain_seconds": drain_seconds, "read_only": self._succession.read_only}
 
     # --- what the others of this package ask ----------------------------------------------------------------
 
@@ -449,6 +460,14 @@ class Shell:
             raise NotFoundError(f"{generation}: not in this node's memory any more", step=generation.step)
         self.feed(FlushWanted(generation, "it was asked for"))
         return generation
+
+    def raise_if_read_only(self) -> None:
+        """NoSpaceError where what a save decides could not be kept."""
+        if reason := self._succession.read_only:
+            raise NoSpaceError(
+                f"agent of job {self.options.job!r}: takes no saves until there is room for its own files: {reason}",
+                hint="make room in the tmpfs, or enlarge it; saves then go on by themselves. Loads need no room",
+            )
 
     def keep_bundle(self, bundle: Bundle, address: str) -> None:
         """For the agent after this one."""

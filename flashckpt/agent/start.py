@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _TAIL_LINES = 8
+_MAX_TOLD_BYTES = 8192
 _SLICE_SECONDS = 0.5
 _RETRY_SECONDS = 0.02
 _LOOK_SECONDS = 0.2  # how often an agent that drains is looked at
@@ -311,7 +312,7 @@ def _spawn(directory: Directory, options: Options, deadline: float, meanwhile: C
         child = subprocess.Popen(
             [*command, *options.arguments()],
             stdin=subprocess.DEVNULL,
-            stdout=log,
+            stdout=subprocess.PIPE,  # why it does not run; all else goes to its log
             stderr=log,
             cwd="/",
             env=environment_of_agent(os.environ),
@@ -324,15 +325,30 @@ def _spawn(directory: Directory, options: Options, deadline: float, meanwhile: C
     try:
         meanwhile()
         code = _wait(child, max(0.1, deadline - time.monotonic()) + 1)
+        told = _told(child)
     except subprocess.TimeoutExpired as error:
         raise _failed(directory, f"expected it to be ready within {remaining:.1f} s", start_bytes) from error
     finally:
         if child.poll() is None:
             child.kill()
             child.wait()
+        if child.stdout is not None:
+            child.stdout.close()
     if code not in (OK, HELD):
-        raise _failed(directory, f"expected it to run, found that it ended with exit code {code}", start_bytes)
+        why = f" ({told})" if told else ""
+        raise _failed(directory, f"expected it to run, found that it ended with exit code {code}{why}", start_bytes)
     return code == OK
+
+
+def _told(child: subprocess.Popen[bytes]) -> str:
+    """What it has said so far. Not to its end: an agent that runs may hold the pipe for a moment longer."""
+    if child.stdout is None or not select.select([child.stdout], [], [], 0)[0]:
+        return ""
+    return _printable(os.read(child.stdout.fileno(), _MAX_TOLD_BYTES).decode("utf-8", "replace").strip())
+
+
+def _printable(text: str) -> str:
+    return "".join(one if one.isprintable() else " " for one in text)
 
 
 def _wait(child: subprocess.Popen[bytes], timeout: float) -> int:

@@ -181,6 +181,7 @@ class Trainers:
 
     def acquire(self, ticket: bytes, shard: ShardId, size_bytes: int, on_busy: str, timeout: float) -> int:
         lease = self._find(ticket)
+        self._shell.raise_if_read_only()
         request_id, request = next(self._numbers), _Request()
         with self._lock:
             self._requests[request_id] = request
@@ -237,6 +238,7 @@ class Trainers:
                 raise DeadlineError(f"{shard}: expected a slot within {timeout:g} s, found no answer of the agent")
 
     def prepare(self, ticket: bytes, size_bytes: int, count: int, timeout: float) -> None:
+        self._shell.raise_if_read_only()
         self._shell.store.prepare_for(size_bytes, count, self._find(ticket).owner)
 
     def sealed(self, ticket: bytes, shard: ShardId, tag: int, slot_id: int) -> None:
