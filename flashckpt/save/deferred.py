@@ -18,7 +18,7 @@ import torch
 from flashckpt.devices import clone_on_device
 from flashckpt.errors import BusyError, ChangedError, FlashError
 from flashckpt.save.checksums import Checksums
-from flashckpt.save.steady import Mark, Steady, has_versions, marks_of, parts_of
+from flashckpt.save.steady import Mark, Steady, has_versions, parts_of
 from flashckpt.state.regions import plain_local
 from flashckpt.workers import Flag
 
@@ -185,9 +185,12 @@ class Deferred:
         self.immediate = immediate  # indices into `flat` of the tensors that are copied while save() waits
         self._handle = handle
         self._owner = owner
-        self._keys = [fqns[i] for i in indices]
-        self._parts = [parts_of(fqns[i], leaves[i]) for i in indices]
-        self._known = [marks_of(parts) for parts in self._parts]
+        # Of each part of a tensor: key, part, address, version.
+        self._watched = [
+            (key, part, part.data_ptr(), part._version)
+            for key, leaf in ((fqns[i], leaves[i]) for i in indices)
+            for part in parts_of(key, leaf)
+        ]
         self._checksums = checksums
         self._steady = steady
         self._torn = torn  # keys of immediate tensors that another thread changed each time they were copied
@@ -268,13 +271,9 @@ class Deferred:
     def blame(self, error: BaseException) -> None:
         """Raise ChangedError if a copy failed because the memory of a deferred tensor was freed."""
         if self._overlapped and isinstance(error, (FlashError, RuntimeError)) and not self._handle.is_given_up:
-            freed = [
-                key
-                for key, parts, known in zip(self._keys, self._parts, self._known, strict=True)
-                if [part.data_ptr() for part in parts] != [mark.address for mark in known]
-            ]
+            freed = [key for key, part, address, _ in self._watched if part.data_ptr() != address]
             if freed:
-                self._refuse(freed)
+                self._refuse(list(dict.fromkeys(freed)))
 
     def _find(self) -> list[str]:
         """Compare the tensors after the copy, which `stage` compares itself.
@@ -297,11 +296,12 @@ class Deferred:
         return changed + unseen
 
     def _marks_changed(self) -> list[str]:
-        return [
+        changed = [
             key
-            for key, parts, known in zip(self._keys, self._parts, self._known, strict=True)
-            if marks_of(parts) != known
+            for key, part, address, version in self._watched
+            if part._version != version or part.data_ptr() != address
         ]
+        return list(dict.fromkeys(changed)) if changed else changed
 
     def _refuse(self, changed: list[str]) -> None:
         if not self._overlapped:
