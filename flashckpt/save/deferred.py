@@ -18,12 +18,13 @@ import torch
 from flashckpt.devices import clone_on_device
 from flashckpt.errors import BusyError, ChangedError, FlashError
 from flashckpt.save.checksums import Checksums
-from flashckpt.save.steady import Mark, Steady, has_versions, parts_of
+from flashckpt.save.frozen import Entry, FrozenChunks
+from flashckpt.save.marks import ImmediateMarks, Mark, has_versions, parts_of
 from flashckpt.state.regions import plain_local
 from flashckpt.workers import Flag
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from flashckpt.save.handle import SaveHandle
     from flashckpt.save.plan import SavePlan, Source
@@ -60,6 +61,7 @@ class Deferrals:
         self._turn = 0
         self._changing: set[str] = set()  # found to change while they were deferred
         self._marks: dict[str, Mark] = {}
+        self.frozen = FrozenChunks()
         self._stored: tuple[SavePlan, list[int]] | None = None
 
     @property
@@ -72,12 +74,16 @@ class Deferrals:
         for key, tensor in tensors.items():
             self._is_steady(key, tensor)
 
+    def forget_frozen(self) -> None:
+        """Forget what earlier shards prove: a load fills tensors by their addresses."""
+        self.frozen = FrozenChunks()
+
     def everything(self, handle: SaveHandle, flat: Flat, plan: SavePlan) -> Deferred:
         """Watch all tensors of a save that copies while its caller waits: another thread might change them."""
         fqns, leaves = list(flat.tensors), list(flat.tensors.values())
         watched = [i for i in self._of(plan) if has_versions(fqns[i], leaves[i])]
         return Deferred(
-            handle, self, flat, watched, frozenset(), None, self._timeout, steady=None, torn=[], overlapped=False
+            handle, self, flat, watched, frozenset(), None, self._timeout, marks=None, torn=[], overlapped=False
         )
 
     def split(
@@ -88,34 +94,48 @@ class Deferrals:
         fqns, leaves = list(flat.tensors), list(flat.tensors.values())
         deferred: list[int] = []
         immediate: list[int] = []
+        frozen: set[int] = set()
         for i in self._of(plan):
             key, tensor = fqns[i], leaves[i]
-            may = key not in self._changing and self._may_defer(key, tensor, defers(key, tensor))
+            may = False if key in self._changing else defers(key, tensor)
+            if may is None and (may := self._is_steady(key, tensor)):
+                frozen.add(i)
             (deferred if may and has_versions(key, tensor) else immediate).append(i)
-        steady = Steady(fqns, leaves, immediate)
+        marks = ImmediateMarks(fqns, leaves, immediate)
         immediate = _clone_on_devices(flat, fqns, leaves, immediate)
         if self._device_snapshot:
             left_there = _clone_on_devices(flat, fqns, leaves, deferred)
             # Tensors on the host (step counters) become immediate: the gate would be held for them alone.
-            immediate += [i for i in left_there if leaves[i].is_cpu]
+            on_host = [i for i in left_there if leaves[i].is_cpu]
+            marks.note(on_host)
+            immediate += on_host
             deferred = [i for i in left_there if not leaves[i].is_cpu]
         decided = time.perf_counter()
         left = _clone_small(flat, fqns, leaves, immediate)
-        torn = _clone_until_steady(flat, steady, left)
+        torn = _clone_until_steady(flat, marks, left)
         cloned = time.perf_counter()
         _hold(flat, fqns, leaves, deferred)
-        checksums = self._checksum(flat, fqns, plan, deferred) if deferred else None
+        entries = _entries(fqns, plan, frozen.intersection(deferred)) if frozen else []
+        unknown = {entry.key for entry in entries if not self.frozen.knows(entry)}
+        checksums = self._checksum(flat, fqns, plan, deferred, unknown) if deferred else None
         made = Deferred(
-            handle, self, flat, deferred, left, checksums, self._timeout, steady=steady, torn=torn, overlapped=True
+            handle, self, flat, deferred, left, checksums, self._timeout, marks=marks, torn=torn, overlapped=True
         )
+        made.frozen = entries
         if not deferred and not left:
             handle.queue(made)  # the caller's tensors are not read any more
         handle.proof_seconds = decided - began + time.perf_counter() - cloned
         return made
 
-    def _checksum(self, flat: Flat, fqns: list[str], plan: SavePlan, deferred: Sequence[int]) -> Checksums:
-        """Checksum the tensors that were deferred seldom so far, and of the others another sample in each save."""
-        new = {i for i in deferred if self._recheck or self._rechecked.get(fqns[i], 0) < RECHECKED_SAVES}
+    def _checksum(
+        self, flat: Flat, fqns: list[str], plan: SavePlan, deferred: Sequence[int], unknown: Collection[str]
+    ) -> Checksums:
+        """Checksum the tensors that were deferred seldom so far, and of the others another sample in each save.
+
+        `unknown`: keys of frozen tensors whose chunks in earlier shards prove nothing.
+        """
+        counts = self._rechecked
+        new = {i for i in deferred if self._recheck or counts.get(fqns[i], 0) < RECHECKED_SAVES or fqns[i] in unknown}
         for i in new:
             self._rechecked[fqns[i]] = self._rechecked.get(fqns[i], 0) + 1
         whole = [source for source in plan.sources if source.tensor in new] if new else []
@@ -151,9 +171,6 @@ class Deferrals:
             self._stored = plan, sorted({source.tensor for source in plan.sources})
         return self._stored[1]
 
-    def _may_defer(self, key: str, tensor: torch.Tensor, vouched: bool | None) -> bool:
-        return self._is_steady(key, tensor) if vouched is None else vouched
-
     def _is_steady(self, key: str, tensor: torch.Tensor) -> bool:
         """Mark a large tensor. Return True if it has not changed since the last save, as a frozen parameter."""
         local = plain_local(tensor)
@@ -161,6 +178,8 @@ class Deferrals:
             return False
         mark = Mark(local.data_ptr(), local._version)
         known, self._marks[key] = self._marks.get(key), mark
+        if known != mark:
+            self.frozen.forget(key)
         return known == mark
 
 
@@ -177,11 +196,12 @@ class Deferred:
         checksums: Checksums | None,
         timeout: float,
         *,
-        steady: Steady | None,
+        marks: ImmediateMarks | None,
         torn: list[str],
         overlapped: bool,
     ) -> None:
         fqns, leaves = list(flat.tensors), list(flat.tensors.values())
+        self.frozen: list[Entry] = []  # of tensors that have not changed since an earlier save
         self.immediate = immediate  # indices into `flat` of the tensors that are copied while save() waits
         self._handle = handle
         self._owner = owner
@@ -192,7 +212,7 @@ class Deferred:
             for part in parts_of(key, leaf)
         ]
         self._checksums = checksums
-        self._steady = steady
+        self._immediate_marks = marks
         self._torn = torn  # keys of immediate tensors that another thread changed each time they were copied
         self._timeout = timeout
         self._overlapped = overlapped
@@ -210,13 +230,13 @@ class Deferred:
 
         Called while save() waits for them.
         """
-        if self._steady is None or not self.immediate:
+        if self._immediate_marks is None or not self.immediate:
             return False
-        changed = self._steady.changed(self.immediate)
+        changed = self._immediate_marks.changed(self.immediate)
         if changed and round_number < _REPEATS:
-            self._steady.note(changed)
+            self._immediate_marks.note(changed)
             return True
-        self._torn += self._steady.keys(changed)
+        self._torn += self._immediate_marks.keys(changed)
         return False
 
     def wait_until_taken(self) -> None:
@@ -241,7 +261,7 @@ class Deferred:
         for device, event in self._events.items():
             torch.accelerator.current_stream(device).wait_event(event)
 
-    def stage(self, data: memoryview) -> None:
+    def stage(self, data: memoryview, crcs: bytes) -> None:
         """Mark the copy as made. Raises BusyError or ChangedError if it must not be sealed."""
         if not self._handle.is_given_up:
             if self._torn:
@@ -252,6 +272,7 @@ class Deferred:
                 changed = self._changed
             if self._checksums is not None:
                 changed = self._with_unseen(changed, self._checksums.differing(data))
+            changed = self._with_unseen(changed, self._owner.frozen.differing(self.frozen, crcs))
             if changed:
                 self._refuse(changed)
         if not self._handle.stage():
@@ -259,6 +280,7 @@ class Deferred:
                 f"step {self._handle.step}: not copied within save_timeout ({self._timeout:g} s), training went on",
                 hint="a loaded host copies slowly: overlap=False, fewer saves, or more cores",
             )
+        self._owner.frozen.learn(self.frozen, crcs)
 
     def look_again(self) -> None:
         """Find, at the gate, tensors that changed since save(), also if they were copied before the change."""
@@ -322,6 +344,10 @@ class Deferred:
         )
 
 
+def _entries(fqns: list[str], plan: SavePlan, which: Collection[int]) -> list[Entry]:
+    return [Entry(fqns[s.tensor], s.offset_bytes, s.length_bytes) for s in plan.sources if s.tensor in which]
+
+
 def _clone_on_devices(flat: Flat, fqns: list[str], leaves: list[torch.Tensor], indices: list[int]) -> list[int]:
     """Clone tensors on accelerators in device memory, which is quick. Returns the indices of those not cloned."""
     simple = {i: local for i in indices if (local := plain_local(leaves[i])) is not None and not local.is_cpu}
@@ -359,17 +385,17 @@ def _clone_small(flat: Flat, fqns: list[str], leaves: list[torch.Tensor], immedi
     return frozenset(left)
 
 
-def _clone_until_steady(flat: Flat, steady: Steady, left: frozenset[int]) -> list[str]:
+def _clone_until_steady(flat: Flat, marks: ImmediateMarks, left: frozenset[int]) -> list[str]:
     """Repeat clones of tensors that another thread changed meanwhile. Returns the keys that changed each time."""
-    cloned = steady.all_but(left)
+    cloned = marks.all_but(left)
     for _ in range(_REPEATS):
-        again = steady.changed(cloned)
+        again = marks.changed(cloned)
         if not again:
             return []
-        steady.note(again)
-        for i, key in zip(again, steady.keys(again), strict=True):
-            flat.tensors[key] = steady.leaves[i].detach().clone()
-    return steady.keys(steady.changed(cloned))
+        marks.note(again)
+        for i, key in zip(again, marks.keys(again), strict=True):
+            flat.tensors[key] = marks.leaves[i].detach().clone()
+    return marks.keys(marks.changed(cloned))
 
 
 def _some(keys: Sequence[str]) -> str:

@@ -104,7 +104,7 @@ class ShardWriter:
                 deferred=deferred,
             )
             if deferred is not None:
-                deferred.stage(data)
+                deferred.stage(data, crcs)
             data.release()
             copied = time.perf_counter()
             header = encode_header(

@@ -106,9 +106,7 @@ def masked_by_data(run):
     return misbehaves(run, mask)
 
 
-@may_refuse()
-def large_adapters_merged_for_evaluation(run):
-    """Into a frozen base, and out of it again: it does not come back to the bit."""
+def _merging(run, merge):
     base = nn.Sequential(nn.Linear(16, 32768), nn.Linear(32768, 4)).to(run.device)
     model = _Lora(base).to(run.device)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
@@ -116,12 +114,30 @@ def large_adapters_merged_for_evaluation(run):
 
     @torch.no_grad()
     def around_evaluation():
-        delta = torch.full_like(base[0].weight, 0.25)
-        base[0].weight.add_(delta)
+        merge(base[0].weight, 0.25)
         base(batch(run))
-        base[0].weight.sub_(delta)
+        if run.saves % 2:
+            run.wait_until_copied()
+        merge(base[0].weight, -0.25)
 
     return trained(run, model, optimizer, before=around_evaluation)
+
+
+@may_refuse()
+def adapters_merged_for_evaluation(run):
+    """Into a large frozen base, and out of it again."""
+    return _merging(run, lambda weight, delta: weight.add_(delta))
+
+
+@may_refuse(saves=6)
+def adapters_merged_by_data_from_the_fourth_save_on(run):
+    """Whatever becomes of it: no save may hold the merged weight, or a part of it."""
+
+    def merge(weight, delta):
+        if run.saves >= 4:
+            weight.data.add_(delta)
+
+    return _merging(run, merge)
 
 
 @may_refuse()

@@ -12,7 +12,7 @@ from flashckpt import CheckpointConfig, Checkpointer, Level, failpoints
 from flashckpt.devices import Copier
 from flashckpt.errors import ConflictError, DeadlineError, UnsupportedValueError
 from flashckpt.save import deferred as deferred_module
-from flashckpt.save import steady
+from flashckpt.save import marks
 from flashckpt.save.deferred import RECHECKED_SAVES
 from flashckpt.save.handle import SaveHandle
 from flashckpt.save.overlap import Overlap, wait_until_staged
@@ -375,14 +375,14 @@ def test_immediate_tensors_that_another_thread_changes_once_are_copied_again(mak
 def test_immediate_tensors_that_change_all_the_time_are_refused(make, monkeypatch, size):
     checkpointer = make()
     state = {f"w{n}": torch.zeros(size) for n in range(2)}
-    changed = steady.Steady.changed
+    changed = marks.ImmediateMarks.changed
 
     def and_change(self, indices):
         state["w1"].add_(1)
         return changed(self, indices)
 
     with monkeypatch.context() as patch:
-        patch.setattr(steady.Steady, "changed", and_change)
+        patch.setattr(marks.ImmediateMarks, "changed", and_change)
         handle = checkpointer.save(1, state, overlap=True, defers=lambda *_: False)
         assert handle.wait("sealed", timeout=60) == "failed"
     assert "w1 changed while save() copied it" in handle.reason
@@ -418,3 +418,36 @@ def test_tensors_that_are_deferred_for_the_first_time_are_checksummed_whenever_t
     late.data.copy_(late.flip(0))  # the same numbers at other places
     assert handle.wait("sealed", timeout=60) == "failed"
     assert "w50x changed" in handle.reason
+
+
+def test_frozen_tensors_are_proved_by_the_chunks_of_earlier_shards(make, monkeypatch):
+    """Adapters merged through .data long after the first saves, and out again before anybody looks."""
+    monkeypatch.setattr(deferred_module, "SAMPLED", 0)
+    checkpointer = make(verify=True)
+    frozen = {f"w{n}": torch.full((1 << 20,), float(n)) for n in range(3)}
+    options = {"overlap": True, "defers": lambda *_: None}
+    for step in range(5):
+        assert checkpointer.save(step, frozen, **options).wait("sealed", timeout=60) == "ok"
+    arm(monkeypatch, "before_copy=sleep(0.2)")
+    handle = checkpointer.save(5, frozen, **options)
+    assert handle.proof_seconds < 0.1
+    frozen["w1"].data.add_(1)
+    handle.wait("staged", timeout=60)
+    frozen["w1"].data.sub_(1)
+    assert handle.wait("sealed", timeout=60) == "failed"
+    assert "w1 changed" in handle.reason
+    assert "w2" not in handle.reason
+    assert checkpointer.save(6, frozen, **options).wait("sealed", timeout=60) == "ok"
+
+
+def test_a_load_into_frozen_tensors_is_no_change_behind_the_back(make):
+    checkpointer = make()
+    frozen = {"w": torch.zeros(1 << 20)}
+    options = {"overlap": True, "defers": lambda *_: None}
+    for step in range(1, 6):
+        assert checkpointer.save(step, frozen, **options).wait("sealed", timeout=60) == "ok"
+    other = {"w": torch.ones(1 << 20)}
+    assert checkpointer.save(6, other).outcome == "ok"
+    assert checkpointer.load(frozen).step == 6
+    for step in range(7, 10):
+        assert checkpointer.save(step, frozen, **options).wait("sealed", timeout=60) == "ok"

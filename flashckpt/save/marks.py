@@ -33,7 +33,7 @@ def marks_of(parts: Sequence[torch.Tensor]) -> list[Mark]:
     return [Mark(part.data_ptr(), part._version) for part in parts]
 
 
-class Steady:
+class ImmediateMarks:
     """Finds immediate tensors that another thread changed while save() copied them."""
 
     def __init__(self, fqns: list[str], leaves: list[torch.Tensor], indices: Sequence[int]) -> None:
