@@ -331,7 +331,7 @@ def test_a_swap_of_all_tensors_that_comes_late_shows_in_a_sample(make, monkeypat
     for step in range(5):
         handle = checkpointer.save(step, state, overlap=True)
         assert handle.wait("sealed", timeout=60) == "ok"
-    arm(monkeypatch, f"{'mid' if copied_first else 'before'}_copy=sleep(0.2)")
+    arm(monkeypatch, f"{'mid' if copied_first else 'before'}_copy=sleep(0.4)")
     for step in range(5, 9):
         wanted = {key: tensor.clone() for key, tensor in state.items()}
         handle = checkpointer.save(step, state, overlap=True)
