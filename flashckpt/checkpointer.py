@@ -328,6 +328,7 @@ class Checkpointer:
                 raise ConfigError(f"keys: expected a sequence of prefixes, found the string {keys!r}", hint="keys=[…]")
             if self._settings.disabled:
                 return None
+            self._deferrals.forget_frozen()
             began = time.perf_counter()
             ground = self.ground()
             on_disk = take_disk_inventory(ground, self.config.persist_dir, self.config.start_timeout)
@@ -386,6 +387,7 @@ class Checkpointer:
             self._check_enabled()
             from flashckpt.persist.elsewhere import load_path
 
+            self._deferrals.forget_frozen()
             request = Request(strict=strict, cast=cast, screen=screen)
             ground = self.ground()
             with Recovery(ground) as recovery:
@@ -462,6 +464,7 @@ class Checkpointer:
 
     def loaded_by_dcp(self, generation: Generation, launch: Launch | None) -> None:
         """DCP filled the tensors; `launch` is the one that all ranks agreed to go on with, None if only some load."""
+        self._deferrals.forget_frozen()
         if launch is not None:
             self._slots.enter(launch)
             self._attempts.begin()

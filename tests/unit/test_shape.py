@@ -46,7 +46,7 @@ OUTSIDE = {
     "export": {"torch", "safetensors", "format", "load", "store", "persist", "save"},
     "manager": {"torch", "checkpointer", "training", "save", "load"},
     "dcp": {"torch", "checkpointer", "opening", "join", "state", "save", "load", "format", "store"},
-    "devices": {"torch", "native", "transport"},  # of transport the throttle
+    "devices": {"torch", "numpy", "native", "transport"},  # of transport the throttle
     "group": {"torch"},
     "launch": set(),
     "join": {"agent", "save", "load", "store", "placement", "credentials", "address"},
