@@ -354,6 +354,9 @@ class Checkpointer:
                     recovery.refuse_if_touched(error)
                     log.warning("nothing usable; allow_fresh: starting anew")
                     result = None
+                finally:
+                    if not read_only:
+                        recovery.keep_losses()
                 if result is None and inventory.quarantined and not allow_fresh:
                     raise UnusableError(
                         f"job {self._settings.job!r}: nothing but {inventory.quarantined} quarantined shards exist"

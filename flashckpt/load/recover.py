@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from flashckpt.agent.session import decode_session, encode_session
 from flashckpt.collector import collector_paused
-from flashckpt.errors import MissingKeyError, NotFoundError, StructureError, UnusableError
+from flashckpt.errors import FlashError, MissingKeyError, NotFoundError, StructureError, UnusableError
 from flashckpt.failpoints import failpoint
 from flashckpt.load import inventory as inventories
 from flashckpt.load.agree import StepBackError, agree
@@ -21,7 +21,7 @@ from flashckpt.load.live import LiveTensors
 from flashckpt.load.plan import Transfer, plan
 from flashckpt.load.result import LoadResult
 from flashckpt.state.flatten import Flat, flatten, restore
-from flashckpt.types import Launch, Timings, age_order
+from flashckpt.types import Launch, Loss, Timings, age_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
@@ -128,6 +128,7 @@ class Recovery:
         self._ground = ground
         self._touched = False
         self._attempt: Readable | None = None  # the one that is under way
+        self._losses: list[Loss] = []  # generations with shards that no node has
 
     def __enter__(self) -> Recovery:
         return self
@@ -159,6 +160,8 @@ class Recovery:
     def candidates(self, inventory: Inventory, step: int | None) -> Choice:
         """Collective, because what is missing is explained by whoever remembers where it was."""
         choice = self._explained(choose(inventory, step), inventory)
+        reasons = dict(choice.passed_over)
+        self._losses = [Loss(one, ranks, reasons.get(one, "")) for one, ranks in choice.missing]
         if step is not None and not choice.candidates:
             steps = sorted({generation.step for generation, _ in inventory.generations})
             raise NotFoundError(
@@ -167,6 +170,16 @@ class Recovery:
                 step=step,
             )
         return choice
+
+    def keep_losses(self) -> None:
+        """Leaves word on this node of what was found to be lost, for `ls` and `status`. Local, and no error."""
+        if not self._ground.is_leader:
+            return
+        try:
+            if self._losses or self._ground.store.read_losses():
+                self._ground.store.write_losses(self._losses)
+        except (FlashError, OSError) as error:
+            log.warning("the list of lost generations could not be written: %s", error)
 
     def _explained(self, choice: Choice, inventory: Inventory) -> Choice:
         """The nodes that a missing shard was on, from one node that remembers that launch. Collective."""
