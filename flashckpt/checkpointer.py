@@ -317,7 +317,8 @@ class Checkpointer:
         None means that the job has never saved anything. Where something exists but nothing is usable it raises
         UnusableError with the reason for each generation, unless `allow_fresh` and no tensor was written to. `keys`
         restricts the load to keys with these prefixes; `strict=False` lets keys be missing on either side; `cast`
-        converts dtypes. `screen` is called with what was found before any tensor is read: it raises where that must
+        converts dtypes. With `step` and one of these two, also a generation of which shards are missing is loaded: what is
+        whole of it. `screen` is called with what was found before any tensor is read: it raises where that must
         not be loaded, or says which keys to load.
 
         A load takes the job over: what other launches saved above the loaded step is dead from then on, and they
@@ -347,7 +348,10 @@ class Checkpointer:
                 inventoried = time.perf_counter()
                 try:
                     persist_dir = self.config.persist_dir
-                    result = load_newest(recovery, ground, inventory, on_disk, persist_dir, state_dict, request)
+                    try:
+                        result = load_newest(recovery, ground, inventory, on_disk, persist_dir, state_dict, request)
+                    except (UnusableError, NotFoundError) as error:
+                        result = recovery.load_parts(error, inventory, state_dict, request)
                 except UnusableError as error:
                     if not allow_fresh:
                         raise
