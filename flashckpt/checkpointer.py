@@ -317,9 +317,9 @@ class Checkpointer:
         None means that the job has never saved anything. Where something exists but nothing is usable it raises
         UnusableError with the reason for each generation, unless `allow_fresh` and no tensor was written to. `keys`
         restricts the load to keys with these prefixes; `strict=False` lets keys be missing on either side; `cast`
-        converts dtypes. With `step` and one of these two, also a generation of which shards are missing is loaded: what is
-        whole of it. `screen` is called with what was found before any tensor is read: it raises where that must
-        not be loaded, or says which keys to load.
+        converts dtypes. With `step` and `keys` or `strict=False`, a generation that lacks shards is loaded, too: what is
+        whole of it. `screen` is called with what was found before any tensor is read: it raises where that must not be
+        loaded, or says which keys to load.
 
         A load takes the job over: what other launches saved above the loaded step is dead from then on, and they
         can't save any more. `read_only=True` (an evaluation beside the training, say) leaves all that alone.
