@@ -317,8 +317,8 @@ class Checkpointer:
         None means that the job has never saved anything. Where something exists but nothing is usable it raises
         UnusableError with the reason for each generation, unless `allow_fresh` and no tensor was written to. `keys`
         restricts the load to keys with these prefixes; `strict=False` lets keys be missing on either side; `cast`
-        converts dtypes. With `step` and `keys` or `strict=False`, a generation that lacks shards is loaded, too: what is
-        whole of it. `screen` is called with what was found before any tensor is read: it raises where that must not be
+        converts dtypes. With `step` and `keys` or `strict=False`, what is whole of a generation that lacks shards is
+        loaded, too. `screen` is called with what was found before any tensor is read: it raises where that must not be
         loaded, or says which keys to load.
 
         A load takes the job over: what other launches saved above the loaded step is dead from then on, and they

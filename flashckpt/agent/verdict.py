@@ -109,7 +109,7 @@ def why_doubtful(view: View, now: float) -> str:
     word = view.word
     if word is None:
         return "no healer has said yet how it stands"
-    if word.health.generation != view.kept:
+    if word.health.generation != view.kept and not _is_followed(view, word.health):
         return f"the last word of {word.speaker} is about step {word.health.generation.step}"
     if now - word.heard_at > view.patience:
         return f"the last word of {word.speaker} is {now - word.heard_at:.0f} s old"
@@ -119,6 +119,14 @@ def why_doubtful(view: View, now: float) -> str:
         if silent and node not in missing and (node == word.speaker or len(missing) < _SHOWN):
             return f"{node} does not answer{f': {peer.problem}' if peer.problem else ''}"
     return ""
+
+
+def _is_followed(view: View, health: Health) -> bool:
+    """Whether a word on the generation before tells of the kept one as well: where commits come faster than words, all
+    of them are on generations before. A commit has all its copies, so that the figures are at worst too low."""
+    before = health.generation
+    same_launch = (before.epoch, before.nonce) == (view.kept.epoch, view.kept.nonce)
+    return view.committed and same_launch and before < view.kept and not health.lost_count
 
 
 def _last_word(view: View, word: Word, now: float) -> str:

@@ -11,7 +11,7 @@ from flashckpt.agent.verdict import Noted, Peer, PeerState, Safety, View, Word, 
 from flashckpt.types import Generation
 from flashckpt.wire import Health
 
-KEPT, OTHER = Generation(100, 7, 10, 1), Generation(100, 7, 9, 1)
+KEPT, BEFORE, OTHER = Generation(100, 7, 10, 1), Generation(100, 7, 9, 1), Generation(90, 7, 10, 1)
 PATIENCE = 10.0
 NODES = ("g0", "g1", "g2", "g3")
 SILENT = (PeerState.DOWN, PeerState.UNREACHABLE)
@@ -58,7 +58,7 @@ def situations(draw):
     holdings = {node: frozenset(rank for rank, nodes in truth.items() if node in nodes) for node in first_hand}
     word = None
     if draw(st.booleans()):
-        generation = draw(st.sampled_from((KEPT, OTHER)))
+        generation = draw(st.sampled_from((KEPT, BEFORE, OTHER)))
         missing = draw(st.sets(st.sampled_from(sorted(set(NODES) - live)))) if live != set(NODES) else set()
         counted = {rank: nodes - missing for rank, nodes in truth.items()}
         age = draw(st.floats(0, 30))
@@ -66,7 +66,7 @@ def situations(draw):
     view = View(
         node_id=me,
         kept=KEPT,
-        committed=True,
+        committed=draw(st.booleans()),
         wanted=2,
         world=draw(st.sampled_from((0, world))),
         domains=dict.fromkeys(NODES, ""),
@@ -87,7 +87,7 @@ def test_a_word_counts_only_while_it_is_fresh_current_and_not_contradicted(situa
     if verdict.source and verdict.health is not None and word is not None and verdict.health is word.health:
         assert verdict.source == word.speaker, "never in another node's name"
         assert 100.0 - word.heard_at <= PATIENCE
-        assert word.health.generation == KEPT
+        assert word.health.generation == KEPT or (word.health.generation == BEFORE and view.committed)
         silent = {node for node, peer in view.peers.items() if peer.state in SILENT}
         assert silent <= set(word.health.missing)
 
@@ -101,7 +101,8 @@ def test_no_verdict_counts_a_node_that_is_known_to_be_gone(situation):
         assert all(nodes - down for nodes in truth.values()), "every shard is somewhere else than on lost nodes"
         assert verdict.health.survival.any_nodes <= min(len(nodes - down) for nodes in truth.values()) - 1
     if verdict.safety is Safety.LOST:
-        assert any(not nodes - down for nodes in truth.values())
+        missed = set(view.word.health.missing) if view.word is not None else set()
+        assert any(not nodes - down - missed for nodes in truth.values())
 
 
 @given(situations())
