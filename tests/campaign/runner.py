@@ -110,10 +110,16 @@ class World:
     def __init__(self, schedule, report, nursery, kind, bound):
         self.schedule, self.report, self.nursery, self.bound = schedule, report, nursery, bound
         can_mount = not Cluster.available("netns")
-        self.cluster = Cluster(schedule.nodes, kind, memory_bytes=(64 << 20) if can_mount else None, job=JOB)
+        self.cluster = Cluster(
+            schedule.nodes + 1,
+            kind,  # the last one takes no part until something goes wrong
+            memory_bytes=(64 << 20) if can_mount else None,
+            job=JOB,
+        )
         self.can_fill, self.can_cut = can_mount, kind == "netns"
         self.oracle, self.neighbour = Oracle(), Oracle()
         self.launches = []
+        self.extra = []  # nodes that came to the job later
         self.losses = 0  # faults since the promise that count against its copies
         self.copies = 0  # on other nodes, when it was given
         self.flipped = set()  # (node, generation, rank)
@@ -145,6 +151,14 @@ class World:
                 "logs": {node.name: _tail(node) for node in self.cluster.nodes},
             }
         )
+
+    @property
+    def spare(self):
+        return self.cluster[self.schedule.nodes]
+
+    def nodes_of(self, episode):
+        """In the order of their ranks."""
+        return [*(self.cluster[index] for index in episode.nodes), *self.extra]
 
     # --- launches
 
@@ -214,7 +228,7 @@ class World:
             if len(said) == len(ranks.pids):
                 break
             if before or time.monotonic() > deadline:
-                outputs = "".join(_text(ranks.directory / f"rank{rank}.log")[-1500:] for rank in range(len(ranks.pids)))
+                outputs = _output(ranks)
                 self.violation(
                     f"ranks {sorted(set(range(len(ranks.pids))) - said.keys())} did not come to load: {outputs}"
                 )
@@ -307,7 +321,7 @@ class World:
     def run(self):
         for number, episode in enumerate(self.schedule.episodes):
             self.episode, self.event = number, episode.event
-            nodes = [self.cluster[index] for index in episode.nodes]
+            nodes = self.nodes_of(episode)
             self.wait_quiet()
             ranks = self.launch(nodes, episode.ranks_per_node, episode.replicas, persist=self.schedule.persist)
             if not self.wait_loaded(ranks, self.oracle, self.facts(nodes)):
@@ -323,7 +337,7 @@ class World:
             if self.report.violations and self.report.violations[-1]["schedule"] == self.schedule.number:
                 return
         self.event = "end"
-        nodes = list(self.cluster.nodes)
+        nodes = [*self.cluster.nodes[:-1], *self.extra]
         ranks = self.launch(nodes, 1, 1, persist=self.schedule.persist)
         self.wait_loaded(ranks, self.oracle, self.facts(nodes))
         self.end(ranks)
@@ -476,32 +490,24 @@ class World:
         ranks.kill()
 
     def do_stray(self, ranks, episode):
-        """The job is started once by mistake, on a blank node alone: it finds nothing, saves nothing and ends."""
+        """The job is started once by mistake on a blank machine alone: it finds nothing, saves nothing and ends. From
+        then on that machine is one of the job's, beside the others or in the place of one that is lost."""
+        if self.extra:
+            return
+        if episode.fraction < 0.5:
+            self.lose(ranks, episode.victims[:1])
         self.end(ranks)
-        node = self.cluster[episode.victims[0]]
-        node.kill()
-        kept = f"{node.memory_dir}-away"
-        with contextlib.suppress(FileNotFoundError):
-            os.rename(node.memory_dir, kept)
-        name, node.name = node.name, f"stray{self.episode}"
-        stray = self.launch([node], 1, 0, train=False)
+        stray = self.launch([self.spare], 1, 1, train=False)
         stray.wait(PATIENCE)
         stray.kill()
-        node.kill()
-        node.name = name
-        # It stays with the job: the blank machine comes in the place of one of its nodes.
-        if episode.fraction < 0.5 and os.path.exists(kept):
-            self.losses += 1
-            self.flipped = {one for one in self.flipped if one[0] != node.index}
-            os.rename(kept, f"{kept}-lost{self.episode}")
-        elif os.path.exists(kept):
-            node.wipe()
-            os.rename(kept, node.memory_dir)
+        if not any(event["event"] == "loaded" and event["mark"] is None for event in stray.news()):
+            self.violation(f"a launch on a blank node alone did not find that nothing is there: {_output(stray)}")
+        self.extra = [self.spare]
 
     def do_rollback(self, ranks, episode):
         """An operator goes back to an older step that is there, and trains on from it."""
         self.end(ranks)
-        nodes = [self.cluster[index] for index in episode.nodes]
+        nodes = self.nodes_of(episode)
         facts = self.facts(nodes)
         steps = self.oracle.candidates(facts.complete)
         steps += [one.step for one in [self.oracle.persisted] if one is not None]
@@ -516,9 +522,7 @@ class World:
     def do_evaluate(self, ranks, episode):
         """A reader beside the training, on the same nodes."""
         self.wait_saves(ranks)
-        reader = self.launch(
-            [self.cluster[index] for index in episode.nodes], 1, episode.replicas, train=False, read_only=True
-        )
+        reader = self.launch(self.nodes_of(episode), 1, episode.replicas, train=False, read_only=True)
         self.train(ranks, 0.2)
         if not reader.wait(PATIENCE):
             self.violation("a read-only load beside a training did not end")
@@ -614,6 +618,11 @@ class Watcher(threading.Thread):
         if health["survives"]["any_nodes"] > min(copies, default=0) - 1:
             return f"{said}; the shards of {generation} have {copies} copies"
         return ""
+
+
+def _output(ranks):
+    """The end of what its ranks have printed."""
+    return "".join(_text(ranks.directory / f"rank{rank}.log")[-1500:] for rank in range(len(ranks.pids)))
 
 
 def _lines(path):

@@ -29,6 +29,8 @@ OPERATORS = (
     "start_again",
 )
 EVENTS = (*FAULTS, *OPERATORS)
+# These show defects that are known and not mended yet: the part of the campaign among the tests leaves them out.
+UNMENDED = ("stray", "second_job")
 # Of a launch, beside the events: other replicas, permuted ranks, another number of ranks or nodes.
 _STRONGER = {"lose_node": 2, "rollback": 2, "kill_agent": 2}
 
