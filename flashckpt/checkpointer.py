@@ -317,8 +317,9 @@ class Checkpointer:
         None means that the job has never saved anything. Where something exists but nothing is usable it raises
         UnusableError with the reason for each generation, unless `allow_fresh` and no tensor was written to. `keys`
         restricts the load to keys with these prefixes; `strict=False` lets keys be missing on either side; `cast`
-        converts dtypes. `screen` is called with what was found before any tensor is read: it raises where that must
-        not be loaded, or says which keys to load.
+        converts dtypes. With `step` and `keys` or `strict=False`, what is whole of a generation that lacks shards is
+        loaded, too. `screen` is called with what was found before any tensor is read: it raises where that must not be
+        loaded, or says which keys to load.
 
         A load takes the job over: what other launches saved above the loaded step is dead from then on, and they
         can't save any more. `read_only=True` (an evaluation beside the training, say) leaves all that alone.
@@ -348,13 +349,19 @@ class Checkpointer:
                 inventoried = time.perf_counter()
                 try:
                     persist_dir = self.config.persist_dir
-                    result = load_newest(recovery, ground, inventory, on_disk, persist_dir, state_dict, request)
+                    try:
+                        result = load_newest(recovery, ground, inventory, on_disk, persist_dir, state_dict, request)
+                    except (UnusableError, NotFoundError) as error:
+                        result = recovery.load_parts(error, inventory, state_dict, request)
                 except UnusableError as error:
                     if not allow_fresh:
                         raise
                     recovery.refuse_if_touched(error)
                     log.warning("nothing usable; allow_fresh: starting anew")
                     result = None
+                finally:
+                    if not read_only:
+                        recovery.keep_losses()
                 if result is None and inventory.quarantined and not allow_fresh:
                     raise UnusableError(
                         f"job {self._settings.job!r}: nothing but {inventory.quarantined} quarantined shards exist"

@@ -129,6 +129,8 @@ PURE = [
     "agent/heal.py",
     "agent/healing.py",
     "agent/survival.py",
+    "agent/verdict.py",
+    "agent/seeing.py",
     "agent/neighbours.py",
     "agent/transfers.py",
     "agent/messages.py",
