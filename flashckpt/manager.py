@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashckpt.checkpointer import Checkpointer
 from flashckpt.config import CheckpointConfig
-from flashckpt.errors import ClosedError, ConfigError, ConflictError, FlashError
+from flashckpt.errors import ClosedError, ConfigError, ConflictError, FlashError, LiveJobError
 from flashckpt.training.assemble import DATALOADER, KNOWN, MODEL, TrainingState
 from flashckpt.training.cooldown import Cooldown
 from flashckpt.training.files import persisted_steps, write_file
@@ -235,6 +235,8 @@ class CheckpointManager:
             return
         try:
             self.prewarm(background=True)
+        except LiveJobError:
+            raise
         except FlashError as error:
             log.warning("no memory was made ahead of the first save, which will meet this too: %s", error)
 
@@ -252,6 +254,8 @@ class CheckpointManager:
         on_mismatch: OnMismatch = "raise",
         cast: bool = False,
         allow_fresh: bool = False,
+        read_only: bool | None = None,
+        take_over: bool = False,
     ) -> LoadResult | None:
         """Restores the newest usable checkpoint, or that of `step`. None: the job has never saved one. Collective.
 
@@ -263,6 +267,10 @@ class CheckpointManager:
         (safetensors; only the model, converted to its dtypes). Where the job has saved
         nothing, `config.initial_load_path` is taken; with `initial_load_model_only` that is still a fresh start: None
         is returned, and `initial_load` has the result.
+
+        `read_only` leaves the job as it is, in memory and on disk, for an evaluation beside the training; it is the
+        default with `config.load_only`. Without it, a load beside live trainers of another launch raises
+        LiveJobError; `take_over=True` takes the job from them, and their saves fail from then on.
         """
         self._check_free("load")
         self.maybe_wait_for_staging()
@@ -283,6 +291,8 @@ class CheckpointManager:
                 strict=strict,
                 cast=cast,
                 allow_fresh=allow_fresh,
+                read_only=read_only,
+                take_over=take_over,
                 screen=lambda found: screen(found, wish, self._state.model, self._state.optimizer),
             )
         if result is not None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from flashckpt.rpc.api import Lease, Progress
+    from flashckpt.types import Launch
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ class AgentLink:
 
     def __init__(self, socket_path: str, job: str, rank: int, start: Callable[[float], object] | None) -> None:
         self.on_progress: Callable[[Progress], None] = lambda progress: None
+        self.claimed: tuple[Launch, float] | None = None  # the launch that this process has begun, and when
         self._socket_path = socket_path
         self.job = job
         self._rank = rank
@@ -251,7 +253,8 @@ class AgentLink:
             return self._client
 
     def _hello(self, client: AgentClient) -> Lease:
-        return client.hello(Owner.current(), self._rank, VERSION, self.job)
+        # An agent that was restarted hears which launch its trainers are in: another launch may be about to take over.
+        return client.hello(Owner.current(), self._rank, VERSION, self.job, *(self.claimed or ()))
 
     def _watch(self) -> None:
         pause = _FIRST_PAUSE

@@ -13,7 +13,18 @@ if TYPE_CHECKING:
 
     from flashckpt.credentials import Bundle
     from flashckpt.store.owner import Owner
-    from flashckpt.types import ChunkRange, Fence, Generation, Launch, Level, NodeInventory, Retrieval, Session, ShardId
+    from flashckpt.types import (
+        ChunkRange,
+        Claimant,
+        Fence,
+        Generation,
+        Launch,
+        Level,
+        NodeInventory,
+        Retrieval,
+        Session,
+        ShardId,
+    )
     from flashckpt.wire import (
         Answer,
         Envelope,
@@ -109,10 +120,22 @@ class AgentApi(Protocol):
     def lease_of(self, ticket: bytes) -> Lease | None:
         """The live lease with this ticket. None: there is none, or it has ended."""
 
-    def hello(self, owner: Owner, rank: int, version: int, job: str) -> Lease: ...
+    def hello(
+        self,
+        owner: Owner,
+        rank: int,
+        version: int,
+        job: str,
+        launch: Launch | None = None,
+        claimed_at: float = 0.0,
+    ) -> Lease:
+        """`launch`: what the trainer began, at `claimed_at`, with an agent that was here before."""
 
     def listen(self, credentials: Bundle, advertise: str | None, port: int) -> str:
         """host:port for other nodes; starts the server for them if it does not run yet."""
+
+    def claimants(self, ticket: bytes) -> tuple[Claimant, ...]:
+        """The live trainers of the launch that the agent works for, unless a newer one has overtaken it."""
 
     def begin(self, ticket: bytes, session: Session, credentials: Bundle | None) -> None: ...
 

@@ -39,6 +39,7 @@ from flashckpt.rpc.errors import printable, shorten
 from flashckpt.store.owner import Owner
 from flashckpt.types import (
     MAX_KEEPS,
+    Claimant,
     Fence,
     Generation,
     Launch,
@@ -161,6 +162,28 @@ def from_owner(message: agent_pb2.Owner) -> Owner:
     if len(boot) != 8 or not set(boot) <= set("0123456789abcdef"):
         raise _refused("boot_id8", "8 hexadecimal digits", boot)
     return Owner(message.pid, message.start_ticks, boot, message.pid_namespace)
+
+
+def to_claimant(claimant: Claimant) -> agent_pb2.Claimant:
+    return agent_pb2.Claimant(
+        process=claimant.process,
+        pid=claimant.pid,
+        rank=claimant.rank,
+        launch=to_launch(claimant.launch),
+        claimed_at=claimant.claimed_at,
+        ending=claimant.is_ending,
+    )
+
+
+def from_claimant(message: agent_pb2.Claimant) -> Claimant:
+    if not 0 < message.pid < 1 << 31:
+        raise _refused("pid", "a process id", message.pid)
+    if not math.isfinite(message.claimed_at):
+        raise _refused("claimed_at", "seconds since 1970", message.claimed_at)
+    launch = needed(message, "launch", from_launch)
+    return Claimant(
+        name(message.process, "process"), message.pid, message.rank, launch, message.claimed_at, message.ending
+    )
 
 
 def to_bundle(bundle: Bundle) -> agent_pb2.Bundle:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from flashckpt.save.handle import SaveHandle
     from flashckpt.save.slots import SlotMemory
     from flashckpt.store.slots import Sealed, Slot, SlotStore
-    from flashckpt.types import Fence, Generation, ShardId
+    from flashckpt.types import Claimant, Fence, Generation, ShardId
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +77,11 @@ class AgentSlots:
         with self._lock:
             self._saved.clear()
 
+    def claimants(self) -> tuple[Claimant, ...]:
+        return self._link.call(
+            lambda client, ticket, _: client.claimants(ticket), self._config.save_timeout, "asking who holds the job"
+        )
+
     def begin(self) -> None:
         """Takes the node's agent over for this launch. FencedError where a newer one has it."""
         session, credentials = self._session, self._credentials
@@ -90,6 +95,8 @@ class AgentSlots:
         # Again for each lease: an agent that was restarted may not have understood what its predecessor left.
         ticket = self._link.call(begin, self._config.save_timeout, "beginning the launch")
         self._begun = (session.launch, ticket)
+        if self._link.claimed is None or self._link.claimed[0] != session.launch:
+            self._link.claimed = session.launch, time.time()
 
     def acquire(self, shard: ShardId, size_bytes: int) -> Slot:
         deadline = time.monotonic() + self._config.save_timeout

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from flashckpt.config import CheckpointConfig
     from flashckpt.save.handle import SaveHandle
     from flashckpt.store.slots import Sealed, Slot, SlotStore
-    from flashckpt.types import Fence, Generation, Launch, Session, ShardId
+    from flashckpt.types import Claimant, Fence, Generation, Launch, Session, ShardId
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +58,9 @@ class Slots(Protocol):
 
     def enter(self, launch: Launch) -> None:
         """Goes on with another launch, from the next call on."""
+
+    def claimants(self) -> tuple[Claimant, ...]:
+        """The live trainers of this node, of the launch that its agent works for. Empty where there is no agent."""
 
     def begin(self) -> None:
         """Takes the node over for this launch, so that older ones change nothing any more. May be repeated."""
@@ -111,6 +114,9 @@ class OwnSlots:
 
     def enter(self, launch: Launch) -> None:
         self._launch = launch
+
+    def claimants(self) -> tuple[Claimant, ...]:
+        return ()
 
     def begin(self) -> None:
         """Without an agent only a fence does that."""

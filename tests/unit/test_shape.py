@@ -98,6 +98,7 @@ PURE = [
     "save/retention.py",
     "load/assumed.py",
     "load/choose.py",
+    "load/claimants.py",
     "load/cover.py",
     "load/plan.py",
     "load/sources.py",
@@ -225,7 +226,7 @@ def test_public_names():
         ),
         *("UnsupportedValueError", "UnusableError", "dcp"),
         *("AgentError", "DeniedError", "PeerError", "RetrieveError"),
-        *("CheckpointManager", "ExistsError", "MismatchError", "install_signal_handlers"),
+        *("CheckpointManager", "ExistsError", "LiveJobError", "MismatchError", "install_signal_handlers"),
         *("checkpoint_dirname", "contains_checkpoint", "dir_is_checkpoint", "find_checkpoints", "latest_checkpoint"),
         *("load_keys", "peek"),
     }
