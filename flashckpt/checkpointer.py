@@ -141,6 +141,7 @@ class Checkpointer:
         self._topology, self._threads = opened.topology, opened.threads
         self._slots, self._memory = opened.slots, opened.memory
         self._claims = False  # whether this launch may take the agents over: no other one is alive, or it was told to
+        self._slots.on_overtaken = self._outcomes.note_overtaken
         self._disk_epoch = 0  # the highest that a load saw in persist_dir
         self._writer = ShardWriter(self._store, self._slots, self._settings.job, self.config, self._threads)
         self._attempts = Attempts(self._settings.job, self._store, self._writer)
@@ -473,6 +474,11 @@ class Checkpointer:
             return generation
 
     @property
+    def overtaken(self) -> str:
+        """Why no save of this launch counts any more. "": no other launch has taken the job over."""
+        return self._outcomes.overtaken
+
+    @property
     def is_on_one_node(self) -> bool:
         return len(self._topology.nodes) == 1
 
@@ -518,6 +524,7 @@ class Checkpointer:
             self._claims = True
             self._slots.enter(launch)
             self._attempts.begin()
+            self._outcomes.begin()
             self._attempts.follow()
             if self._topology.is_leader:
                 fence = Fence(step=generation.step, epoch=launch.epoch, nonce=launch.nonce)
@@ -551,6 +558,7 @@ class Checkpointer:
             return
         if not self._settings.disabled:
             self._close_all(self.config.save_timeout if timeout is None else timeout)
+            self._outcomes.say_goodbye()
         self._all_closed = True
 
     def _close_all(self, timeout: float) -> None:
@@ -687,6 +695,7 @@ class Checkpointer:
         """Collective."""
         take_over(self._group, self._topology, self._slots, highest_epoch(self._store, self._disk_epoch))
         self._attempts.begin()
+        self._outcomes.begin()
 
     def _put_fence(self, base: Generation | None) -> None:
         """Collective."""

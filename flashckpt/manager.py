@@ -206,6 +206,7 @@ class CheckpointManager:
     def _poll(self) -> None:
         """What happened in the background since the last call."""
         self._ask_flushes()
+        self._recorder.overtaken(self._seen or 0, self._checkpointer.overtaken)
         self._recorder.poll()
 
     def _ask_flushes(self) -> None:
@@ -475,6 +476,7 @@ class CheckpointManager:
         return write_file(self.config.persist_dir, name, contents, step=step, overwrite=overwrite)
 
     def metrics(self) -> Metrics:
+        self._recorder.overtaken(self._seen or 0, self._checkpointer.overtaken)
         return self._recorder.metrics(time.time())
 
     @property

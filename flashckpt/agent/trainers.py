@@ -25,9 +25,10 @@ from flashckpt.agent.messages import (
     SlotWanted,
     WantDropped,
 )
+from flashckpt.agent.standing import overtaken_by
 from flashckpt.errors import BusyError, ClosedError, DeadlineError, DeniedError, FencedError, IncompatibleError
 from flashckpt.failpoints import failpoint
-from flashckpt.rpc.api import VERSION, Lease, Progress
+from flashckpt.rpc.api import VERSION, Lease, Overtaken, Progress
 from flashckpt.store.owner import Owner, Vigil, is_ending
 from flashckpt.types import Claimant, Fence, Launch
 
@@ -61,7 +62,8 @@ class _Trainer:
     launch: Launch | None = None  # that it has begun
     claimed_at: float = 0.0  # when, in seconds since 1970
     watches: int = 0  # that it has open: what shows that it lives where its pid means nothing
-    news: queue.Queue[Progress | None] | None = None
+    news: queue.Queue[Progress | Overtaken | None] | None = None
+    told_overtaken: bool = False  # in this watch
     request_id: int = 0  # of its newest request for a slot; older ones were given up by the caller
     slot_id: int | None = None  # what it was granted last
     shard: ShardId | None = None  # for which shard; None once it has said what became of it
@@ -198,6 +200,7 @@ class Trainers:
         with self._lock:
             if lease.launch != session.launch:
                 lease.launch, lease.claimed_at = session.launch, time.time()
+        self.tell_overtaken()
 
     def put_fence(self, ticket: bytes, fence: Fence, base: Generation | None) -> Fence:
         self._find(ticket)
@@ -297,14 +300,16 @@ class Trainers:
 
     # --- news -----------------------------------------------------------------------------------------------
 
-    def watch(self, ticket: bytes) -> Iterator[Progress | None]:
+    def watch(self, ticket: bytes) -> Iterator[Progress | Overtaken | None]:
         """What becomes of the generations, beginning with what is already known; None while nothing is new."""
         lease = self._find(ticket)
-        news: queue.Queue[Progress | None] = queue.Queue(_MAX_NEWS)
+        news: queue.Queue[Progress | Overtaken | None] = queue.Queue(_MAX_NEWS)
         with self._lock:
             _offer(lease.news, None)
             lease.news = news
+            lease.told_overtaken = False
             lease.watches += 1
+        self.tell_overtaken()
         try:
             yield from self._shell.known_progress()
             while True:
@@ -331,6 +336,24 @@ class Trainers:
         if request is not None:
             request.answer = answer
             request.answered.set()
+
+    def tell_overtaken(self) -> None:
+        """Tell the trainers whose launch a newer one has overtaken, once in each watch."""
+        newest, _ = self._shell.standing()
+        with self._lock:
+            newer = [one for one in self._leases.values() if newest is not None and one.launch == newest]
+            begun = min(newer, key=lambda one: one.claimed_at, default=None)
+            for lease in self._leases.values():
+                if newest is None or lease.launch is None or lease.told_overtaken or lease.news is None:
+                    continue
+                if not lease.launch.is_older_than(newest):
+                    continue
+                reason = overtaken_by(newest, lease.launch)
+                if begun is not None:
+                    node = self._shell.options.node_id
+                    reason += f": begun by rank {begun.rank}, process {begun.owner.pid} on {node}"
+                lease.told_overtaken = True
+                _offer(lease.news, Overtaken(newest, reason))
 
     def close(self) -> None:
         """Ends all watches: trainers see that the agent goes, and look for its successor."""
@@ -362,7 +385,7 @@ class Trainers:
             return [{"rank": one.rank, "pid": one.owner.pid} for one in self._leases.values()]
 
 
-def _offer(news: queue.Queue[Progress | None] | None, one: Progress | None) -> None:
+def _offer(news: queue.Queue[Progress | Overtaken | None] | None, one: Progress | Overtaken | None) -> None:
     """Never waits: whoever does not read loses the oldest."""
     while news is not None:
         try:

@@ -23,7 +23,7 @@ from flashckpt.v1 import agent_pb2
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from flashckpt.rpc.api import AgentApi, RetrieveNews
+    from flashckpt.rpc.api import AgentApi, Overtaken, Progress, RetrieveNews
 
 _T = TypeVar("_T")
 
@@ -204,7 +204,8 @@ class AgentServer:
 
     def _watch(self, data: bytes, call: Call) -> Iterator[bytes]:
         convert.parse(agent_pb2.WatchRequest, data, "Watch")
-        for progress in _while_there(call, self._api.watch(call.caller.ticket)):
+        there: Iterator[Progress | Overtaken] = _while_there(call, self._api.watch(call.caller.ticket))
+        for progress in there:
             yield convert.to_progress(progress).SerializeToString()
 
     def _inventory(self, data: bytes, call: Call) -> bytes:

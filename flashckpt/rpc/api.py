@@ -45,6 +45,7 @@ __all__ = [
     "Giver",
     "Hello",
     "Lease",
+    "Overtaken",
     "PeerApi",
     "Progress",
     "PutEnd",
@@ -80,6 +81,14 @@ class Progress:
     generation: Generation
     level: Level
     reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Overtaken:
+    """A newer launch has taken the job over from the trainer's: none of its saves will count any more."""
+
+    launch: Launch  # the newer one
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +163,7 @@ class AgentApi(Protocol):
 
     def void(self, ticket: bytes, generation: Generation) -> None: ...
 
-    def watch(self, ticket: bytes) -> Iterator[Progress | None]:
+    def watch(self, ticket: bytes) -> Iterator[Progress | Overtaken | None]:
         """Ends when the agent drains or the lease does.
 
         None says that nothing is new: yielded about once a second, so that a caller who left is noticed.

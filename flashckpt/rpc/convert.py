@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 from flashckpt import wire
 from flashckpt.credentials import Bundle
 from flashckpt.errors import IncompatibleError
-from flashckpt.rpc.api import Hello, Lease, Progress
+from flashckpt.rpc.api import Hello, Lease, Overtaken, Progress
 from flashckpt.rpc.checks import DIGEST_BYTES as DIGEST_BYTES
 from flashckpt.rpc.checks import MAX_NAME_BYTES as _MAX_NAME_BYTES
 from flashckpt.rpc.checks import MAX_TEXT_BYTES as _MAX_TEXT_BYTES
@@ -316,7 +316,10 @@ def from_on_busy(value: int) -> str:
     raise _refused("on_busy", "a known value", value)
 
 
-def to_progress(progress: Progress) -> agent_pb2.WatchResponse:
+def to_progress(progress: Progress | Overtaken) -> agent_pb2.WatchResponse:
+    if isinstance(progress, Overtaken):
+        reason = shorten(progress.reason, _MAX_TEXT_BYTES)
+        return agent_pb2.WatchResponse(overtaken_by=to_launch(progress.launch), reason=reason)
     return agent_pb2.WatchResponse(
         generation=to_generation(progress.generation),
         level=agent_pb2.Level.Name(progress.level),
@@ -324,7 +327,9 @@ def to_progress(progress: Progress) -> agent_pb2.WatchResponse:
     )
 
 
-def from_progress(message: agent_pb2.WatchResponse) -> Progress:
+def from_progress(message: agent_pb2.WatchResponse) -> Progress | Overtaken:
+    if message.HasField("overtaken_by"):
+        return Overtaken(from_launch(message.overtaken_by), printable(message.reason))
     generation = needed(message, "generation", from_generation)
     try:
         level = Level(message.level)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from flashckpt.errors import ConfigError, FencedError, FlashError, NotFoundError
 from flashckpt.placement import place
+from flashckpt.rpc.api import Overtaken
 from flashckpt.save.slots import lacking
 from flashckpt.types import Launch, Level, Session, age_order
 from flashckpt.workers import Pending, Worker
@@ -49,6 +50,7 @@ class AgentSlots:
         self._config = config
         self._begun: tuple[Launch, bytes] | None = None  # the launch that this lease's agent knows we are in
         self.memory: SlotMemory | None = None
+        self.on_overtaken: Callable[[str], None] = lambda reason: None
         self._told: Pending[None] | None = None  # the last message to the agent that is sent in the background
         self._lock = threading.Lock()  # protects what follows: the link's thread brings news
         self._handles: weakref.WeakValueDictionary[Generation, SaveHandle] = weakref.WeakValueDictionary()
@@ -215,7 +217,12 @@ class AgentSlots:
         if self._told is not None:
             self._told.wait(max(0.0, deadline - time.monotonic()))
 
-    def _take_news(self, progress: Progress) -> None:
+    def _take_news(self, progress: Progress | Overtaken) -> None:
+        if isinstance(progress, Overtaken):
+            # A load of this process begins a newer launch as well: on this rank, before any agent is taken over.
+            if self.launch.is_older_than(progress.launch):
+                self.on_overtaken(progress.reason)
+            return
         with self._lock:
             handle = self._handles.get(progress.generation)
             overtaken = [

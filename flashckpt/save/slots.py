@@ -18,6 +18,8 @@ from flashckpt.store.owner import Owner, is_dead
 from flashckpt.types import age_order
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from flashckpt.config import CheckpointConfig
     from flashckpt.save.handle import SaveHandle
     from flashckpt.store.slots import Sealed, Slot, SlotStore
@@ -43,6 +45,9 @@ class Slots(Protocol):
 
     memory: SlotMemory | None
     """Set by the writer, before any slot is made."""
+
+    on_overtaken: Callable[[str], None]
+    """Called, in any thread, with the reason, once a newer launch has taken the job over from this one."""
 
     @property
     def launch(self) -> Launch:
@@ -99,6 +104,7 @@ class OwnSlots:
         self._config = config
         self._trimmed = False
         self.memory: SlotMemory | None = None
+        self.on_overtaken: Callable[[str], None] = lambda reason: None
 
     @property
     def launch(self) -> Launch:

@@ -23,6 +23,13 @@ def refused(trainers, do, **arguments):
     return trainers.wait_for("error", number=number, timeout=60)
 
 
+def wait_until(condition):
+    deadline = time.monotonic() + 10.0
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
 @pytest.fixture(scope="module")
 def cluster():
     with Cluster(3) as cluster:
@@ -115,6 +122,9 @@ def test_an_evaluation_on_another_machine_writes_nothing(cluster, training, pers
 def test_take_over_takes_it_and_only_by_name(cluster, training, other, persist_dir):
     loaded = other.load(take_over=True)
     assert {(one["step"], one["matches"]) for one in loaded.values()} == {(7, True)}
+    # The training hears it at once, not only at its next save.
+    wait_until(lambda: all("has taken over" in one["text"] for one in training.status().values()))
+    assert "begun by rank 0, process" in training.status()[0]["text"]
     assert {one["outcome"] for one in other.save(80, "replicated").values()} == {"ok"}
     number = training.send("save", step=80, level="sealed", timeout=20.0)
     failed = training.wait_for("saved", number=number)
