@@ -6,15 +6,19 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import os
 import time
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
+from flashckpt.closing import Parts, unmasked
 from flashckpt.collector import resume_collector
 from flashckpt.config import CheckpointConfig, Settings, resolve
 from flashckpt.errors import (
     ClosedError,
     ConfigError,
+    ConflictError,
     DeadlineError,
     FlashError,
     NotFoundError,
@@ -118,8 +122,10 @@ class Checkpointer:
     ) -> None:
         self.config = config or CheckpointConfig()
         self._settings = resolve(self.config)
-        self._turns = Turns(self._mend, self._begin)
+        self._turns = Turns(*self._weakly())
         self._closed = self._all_closed = False
+        self._parts: Parts | None = None  # None: FLASHCKPT_DISABLE is set
+        self._dropped: weakref.finalize[[], Checkpointer] | None = None
         self._outcomes = Outcomes(self.config)
         self._overlap = Overlap()
         self._prewarm = Prewarm()
@@ -154,6 +160,24 @@ class Checkpointer:
             threads=self._threads,
             timeout=self.config.save_timeout,
         )
+        job, parts = self._settings.job, (self._group, self._slots, self._writer, self._store)
+        self._parts = Parts(job, *parts, self._overlap, self._prewarm)
+        self._dropped = weakref.finalize(self, self._parts.drop)
+        self._dropped.atexit = False  # then the process ends, and the agent notices that
+
+    def _weakly(self) -> tuple[Callable[[Turn], None], Callable[[], None]]:
+        """What puts calls in order. Without a cycle, so that a Checkpointer that is dropped goes at once."""
+        me = weakref.ref(self)
+
+        def mend(broken: Turn) -> None:
+            if (this := me()) is not None:
+                this._mend(broken)
+
+        def begin() -> None:
+            if (this := me()) is not None:
+                this._begin()
+
+        return mend, begin
 
     # --- save -----------------------------------------------------------------------------------------------
 
@@ -556,37 +580,20 @@ class Checkpointer:
         self._closed = True
         if self._all_closed:
             return
-        if not self._settings.disabled:
-            self._close_all(self.config.save_timeout if timeout is None else timeout)
-            self._outcomes.say_goodbye()
+        if self._parts is not None:
+            self._parts.close(self.config.save_timeout if timeout is None else timeout)
+            if not self._parts.is_forked:
+                self._outcomes.say_goodbye()
         self._all_closed = True
-
-    def _close_all(self, timeout: float) -> None:
-        """Close all parts, each of which may be closed twice. Each part that waits gets a share of the time."""
-        began = time.monotonic()
-
-        def left(share: float) -> float:
-            return max(0.0, began + share * timeout - time.monotonic())
-
-        with contextlib.suppress(Exception):  # its handle tells
-            self.settle(left(0.6))
-        self._overlap.close()
-        self._prewarm.wait(left(0.8))
-        self._slots.close(left(1.0))
-        if self._overlap.handle is not None or self._prewarm.is_running:
-            # SAFETY: a copy that still writes into a slot needs its mapping.
-            log.warning("a copy did not end within %.1f s of close(): its slot and mapping stay until it ends", timeout)
-        else:
-            resume_collector()
-            self._writer.close()
-            self._store.close()
-        self._group.close()
+        if self._dropped is not None:
+            self._dropped.detach()
 
     def __enter__(self) -> Checkpointer:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with unmasked(kind):
+            self.close()
 
     @property
     def job(self) -> str:
@@ -656,12 +663,24 @@ class Checkpointer:
                 hint="leave load_only out of CheckpointConfig",
             )
 
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is the copy in a forked child: it belongs to the parent, and can only be closed."""
+        return self._parts is not None and self._parts.is_forked
+
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("this Checkpointer was closed")
+        if self.is_forked:
+            raise ConflictError(
+                f"this Checkpointer belongs to the process that made it, but its fork {os.getpid()} used it",
+                hint="make a Checkpointer of its own in the child",
+            )
 
     def _alone(self, doing: str) -> Turn:
         self._check_open()
+        if not self._settings.disabled:
+            self._group.refuse_if_replaced(doing)
         return self._turns.take(doing, 0 if self._settings.disabled else self._group.rounds)
 
     def _begin(self) -> None:

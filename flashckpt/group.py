@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import struct
 import time
+import weakref
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
@@ -15,6 +17,8 @@ from flashckpt.errors import ConflictError, DeadlineError, IncompatibleError, Ot
 if TYPE_CHECKING:
     import contextlib
     from collections.abc import Callable
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -39,6 +43,8 @@ class PrivateGroup:
         self.rank, self.world = 0, 1
         self.global_ranks: tuple[int, ...] = (0,)
         self.spans_the_world = True
+        default = _default_group()  # not kept alive: the user may destroy it
+        self._default: weakref.ref[dist.ProcessGroup] | None = None if default is None else weakref.ref(default)
         if not (dist.is_available() and dist.is_initialized()):
             if process_group is not None:
                 raise IncompatibleError("process_group given, but torch.distributed is not initialised")
@@ -70,6 +76,7 @@ class PrivateGroup:
         group = cls.__new__(cls)
         group._timeout, group._group = 0.0, None
         group._rounds, group._left = 0, ""
+        group._default = None
         group.rank, group.world, group.global_ranks, group.spans_the_world = 0, 1, (0,), False
         return group
 
@@ -81,6 +88,7 @@ class PrivateGroup:
         """
         if self._group is None:
             return [payload]
+        self._refuse_if_destroyed(doing)
         if self._left:
             raise ConflictError(
                 f"{doing}: on rank {self.rank} of {self.world} an exception ended an earlier call ({self._left}) in "
@@ -148,10 +156,41 @@ class PrivateGroup:
         if self._group is not None and self._rounds > since:
             self._left = self._left or doing
 
+    def refuse_if_replaced(self, doing: str) -> None:
+        """Raise ConflictError if torch has another default group now: its ranks need not be those of this group."""
+        now = _default_group()
+        if now is None or now is self._default_now():
+            return
+        if self.world == 1 and (not self.spans_the_world or dist.get_world_size() == 1):
+            return  # this process by itself, now as then
+        raise ConflictError(
+            f"{doing}: expected torch's process group to be the one that this Checkpointer was made over, found that "
+            f"it was replaced by another one, of {dist.get_world_size()} ranks",
+            hint="close the Checkpointer or manager before destroy_process_group(), and make another one after "
+            "init_process_group(), on all ranks",
+        )
+
+    def _default_now(self) -> dist.ProcessGroup | None:
+        """Torch's default group that this one was made over. None: there was none, or it is gone."""
+        return None if self._default is None else self._default()
+
+    def _refuse_if_destroyed(self, doing: str) -> None:
+        """Before a collective."""
+        if self._default_now() is None or _default_group() is None:
+            raise ConflictError(
+                f"{doing}: expected torch's process group, which this Checkpointer was made over, found that it was "
+                "destroyed",
+                hint="close the Checkpointer or manager before destroy_process_group(); to load, make another one "
+                "after init_process_group(), on all ranks",
+            )
+
     def close(self) -> None:
-        """May be called twice."""
+        """May be called twice. A group that torch has destroyed with its default group is gone already."""
         if self._group is not None and dist.is_initialized():
-            dist.destroy_process_group(self._group)
+            try:
+                dist.destroy_process_group(self._group)
+            except (ValueError, RuntimeError, AssertionError) as error:
+                log.info("the private group was destroyed before: %s", error)
         self._group = None
 
     def _checked(self, doing: str, call: Callable[[], T]) -> T:
@@ -167,6 +206,10 @@ class PrivateGroup:
                 hint="all ranks have to make the same calls in the same order; look for a rank that died or lags",
                 rank=self.rank,
             ) from error
+
+
+def _default_group() -> dist.ProcessGroup | None:
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
 def _who(problems: dict[int, str]) -> str:

@@ -7,15 +7,18 @@ import dataclasses
 import logging
 import signal
 import time
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from flashckpt.checkpointer import Checkpointer
+from flashckpt.closing import unmasked
 from flashckpt.config import CheckpointConfig
 from flashckpt.errors import ClosedError, ConfigError, ConflictError, FlashError, LiveJobError
 from flashckpt.training.assemble import DATALOADER, KNOWN, MODEL, TrainingState
 from flashckpt.training.cooldown import Cooldown
 from flashckpt.training.files import persisted_steps, write_file
 from flashckpt.training.gate import OptimizerGate
+from flashckpt.training.hooks import Hooks
 from flashckpt.training.metrics import Event, Metrics, Recorder
 from flashckpt.training.milestones import bring_home, prove_first
 from flashckpt.training.names import Renaming
@@ -92,6 +95,9 @@ class CheckpointManager:
         self._initial: LoadResult | None = None
         self._to_flush: list[SaveHandle] = []
         self._gate = OptimizerGate(self.config.save_timeout, self._recorder.held)
+        self._hooks = Hooks(self._gate)
+        self._dropped = weakref.finalize(self, self._hooks.drop)
+        self._dropped.atexit = False
         self._checkpointer = Checkpointer(self.config, process_group=process_group)
         try:
             self._cooldown = self._make_cooldown()
@@ -497,7 +503,7 @@ class CheckpointManager:
         if self._signals is not None:
             self._signals.restore()
         board = StopBoard(*(("", 1) if self._checkpointer.disabled else self._checkpointer.launch_name))
-        self._signals = SignalHandlers(signals, deadline, board, exit_code)
+        self._signals = self._hooks.signals = SignalHandlers(signals, deadline, board, exit_code)
         return self._signals
 
     @property
@@ -527,6 +533,9 @@ class CheckpointManager:
         self._closed = True
         if self._all_closed:
             return
+        if self._checkpointer.is_forked:
+            self._close_forked()
+            return
         deadline = time.monotonic() + self.config.save_timeout
         self._end_load()
         with contextlib.suppress(Exception):  # its handle tells
@@ -539,20 +548,39 @@ class CheckpointManager:
         self._recorder.poll()
         self._checkpointer.close(max(0.0, deadline - time.monotonic()))
         self._all_closed = True
+        self._dropped.detach()
+
+    def _close_forked(self) -> None:
+        """In a forked child: hooks and handlers are its own copies, all else is the parent's."""
+        self._gate.remove()
+        if self._signals is not None:
+            self._signals.restore()
+        self._checkpointer.close()
+        self._all_closed = True
+        self._dropped.detach()
 
     def __enter__(self) -> CheckpointManager:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            if kind is None:
+            if kind is None and not self._checkpointer.is_forked:
                 self.finalize()
+        except BaseException as error:
+            kind = type(error)
+            raise
         finally:
-            self.close()
+            with unmasked(kind):
+                self.close()
 
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("this CheckpointManager was closed")
+        if self._checkpointer.is_forked:
+            raise ConflictError(
+                "this CheckpointManager belongs to the process that made it, but its fork used it",
+                hint="make a manager of its own in the child",
+            )
 
     def _check_free(self, doing: str) -> None:
         self._check_open()

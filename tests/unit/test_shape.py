@@ -39,12 +39,13 @@ OUTSIDE = {
         "rpc",
         "placement",
     },
-    "checkpointer": {"persist", "torch", "state", "save", "load", "store", "opening"},
+    "closing": {"save", "store"},
+    "checkpointer": {"closing", "persist", "torch", "state", "save", "load", "store", "opening"},
     "opening": {"torch", "save", "load", "store", "join", "rpc", "agent"},  # which starts while join is imported
     "training": {"torch", "numpy", "format", "state", "save", "load", "manager", "persist"},
     "discover": {"persist"},
     "export": {"torch", "safetensors", "format", "load", "store", "persist", "save"},
-    "manager": {"torch", "checkpointer", "training", "save", "load"},
+    "manager": {"closing", "torch", "checkpointer", "training", "save", "load"},
     "dcp": {"torch", "checkpointer", "opening", "join", "state", "save", "load", "format", "store"},
     "devices": {"torch", "native", "transport"},  # of transport the throttle
     "group": {"torch"},
