@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import os
 import struct
 import time
 import weakref
@@ -59,6 +61,7 @@ class PrivateGroup:
         self.global_ranks = tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
         self.spans_the_world = self.world == dist.get_world_size()
         if self.world > 1:
+            _outlive_forks(self)
             self._group = self._checked(
                 "making the private group",
                 lambda: dist.new_group(
@@ -206,6 +209,30 @@ class PrivateGroup:
                 hint="all ranks have to make the same calls in the same order; look for a rank that died or lags",
                 rank=self.rank,
             ) from error
+
+
+_of_this_process: weakref.WeakSet[PrivateGroup] = weakref.WeakSet()
+_looks_after_forks: list[bool] = []
+
+
+def _outlive_forks(group: PrivateGroup) -> None:
+    """Keep the group, and torch's default one, in every forked child until it is gone.
+
+    The destructor of a gloo group waits for its threads. In a child there are none, so that the child would hang, or
+    abort, at its end.
+    """
+    if not _looks_after_forks:
+        _looks_after_forks.append(True)
+        os.register_at_fork(after_in_child=_keep_for_ever)
+    _of_this_process.add(group)
+
+
+def _keep_for_ever() -> None:
+    groups = [group._group for group in list(_of_this_process)]
+    for group in (*groups, _default_group()):
+        if group is not None:
+            # A reference that is never given back: also not when the interpreter clears its modules.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def _default_group() -> dist.ProcessGroup | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import sys
@@ -28,6 +29,7 @@ def expect(kind, call):
 def leave_in_child(manager, how):
     pid = os.fork()
     if pid == 0:
+        faulthandler.dump_traceback_later(15.0)
         with manager:
             manager = None
             if how == "exit":

@@ -26,6 +26,7 @@ def agent(memory_dir):
         stop_agent(memory_dir, "run1", 10.0, kill=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["auto", "off"])
 def test_a_replaced_group_and_a_fork_end_in_typed_errors(memory_dir, tmp_path, agent, mode):
     code, output = torchrun(2, WORKER, timeout=120, MEMORY=memory_dir, AGENT=mode, STORE=str(tmp_path / "store"))
