@@ -146,6 +146,7 @@ class Shell:
                 if now >= leases_at:
                     leases_at = now + _LEASES_SECONDS
                     self.trainers.end_dead()
+                    self.trainers.tell_overtaken()
                     self.peers.drop_old()
                 if now >= scan_at:
                     scan_at = now + _SCAN_SECONDS

@@ -39,12 +39,13 @@ OUTSIDE = {
         "rpc",
         "placement",
     },
-    "checkpointer": {"persist", "torch", "state", "save", "load", "store", "opening"},
+    "closing": {"save", "store"},
+    "checkpointer": {"closing", "persist", "torch", "state", "save", "load", "store", "opening"},
     "opening": {"torch", "save", "load", "store", "join", "rpc", "agent"},  # which starts while join is imported
     "training": {"torch", "numpy", "format", "state", "save", "load", "manager", "persist"},
     "discover": {"persist"},
     "export": {"torch", "safetensors", "format", "load", "store", "persist", "save"},
-    "manager": {"torch", "checkpointer", "training", "save", "load"},
+    "manager": {"closing", "torch", "checkpointer", "training", "save", "load"},
     "dcp": {"torch", "checkpointer", "opening", "join", "state", "save", "load", "format", "store"},
     "devices": {"torch", "numpy", "native", "transport"},  # of transport the throttle
     "group": {"torch"},
@@ -98,6 +99,7 @@ PURE = [
     "save/retention.py",
     "load/assumed.py",
     "load/choose.py",
+    "load/claimants.py",
     "load/cover.py",
     "load/plan.py",
     "load/sources.py",
@@ -253,7 +255,7 @@ def test_public_names():
         ),
         *("UnsupportedValueError", "UnusableError", "dcp"),
         *("AgentError", "DeniedError", "PeerError", "RetrieveError"),
-        *("CheckpointManager", "ExistsError", "MismatchError", "install_signal_handlers"),
+        *("CheckpointManager", "ExistsError", "LiveJobError", "MismatchError", "install_signal_handlers"),
         *("checkpoint_dirname", "contains_checkpoint", "dir_is_checkpoint", "find_checkpoints", "latest_checkpoint"),
         *("load_keys", "peek"),
     }
