@@ -330,7 +330,12 @@ class Checkpointer:
                 return None
             began = time.perf_counter()
             ground = self.ground()
-            on_disk = take_disk_inventory(ground, self.config.persist_dir, self.config.start_timeout)
+            on_disk = take_disk_inventory(
+                ground,
+                self.config.persist_dir,
+                self.config.start_timeout,
+                overwrite=self.config.persist_overwrite,
+            )
             self._disk_epoch = max(self._disk_epoch, on_disk.highest_epoch)
             if not read_only:
                 self._renew_launch()
@@ -361,6 +366,7 @@ class Checkpointer:
                 if not read_only:
                     self._put_fence(result.generation if result else None)
                 if result is None:
+                    self._forget_persisted(read_only)
                     return None
                 timings = dataclasses.replace(result.timings, inventory=inventoried - began)
                 log.info("loaded %s from %s in %.3f s", result.generation, result.source, timings.total)
@@ -397,6 +403,7 @@ class Checkpointer:
             if not self._settings.disabled:
                 self._renew_launch()
                 self._put_fence(None)
+                self._forget_persisted(False)
 
     def flush(self, step: int | None = None) -> Generation:
         """Asks this node's agent to bring the newest committed generation (or that of `step`) to persist_dir.
@@ -618,12 +625,17 @@ class Checkpointer:
         take_over(self._group, self._topology, self._slots, highest_epoch(self._store, self._disk_epoch))
         self._attempts.begin()
 
+    def _forget_persisted(self, read_only: bool) -> None:
+        """Whoever starts anew does not miss what lay in persist_dir."""
+        if not read_only and self._topology.is_leader:
+            self._store.forget_persisted()
+
     def _put_fence(self, base: Generation | None) -> None:
         """Collective."""
         fence = put_fence(self._group, self._topology, self._slots, base)
         self._attempts.follow()
         if self.config.persist_dir is not None and self._topology.rank == 0:
-            remember_fence(self.config.persist_dir, fence, self.config.save_timeout)
+            remember_fence(self.config.persist_dir, self._settings.job, fence, self.config.save_timeout)
 
 
 def _defers_all(_key: str, _tensor: torch.Tensor) -> bool:

@@ -78,6 +78,11 @@ class CheckpointConfig:
     persist_drain_timeout: float = 60.0
     """Seconds that an agent which is told to stop gives to a flush."""
 
+    persist_overwrite: bool = False
+    """Whether this job may write to a persist_dir that belongs to another job, or replace a step that another job or
+    program wrote there. It then takes the directory over, replaces steps of the same number and moves `latest`. Other
+    steps stay as they are. False: such a flush fails and says what lies there."""
+
     keep_latest_k: int = 0
     """Steps that are kept in persist_dir, the newest ones; 0: all. Not 1: the last one may just be being replaced. The
     newest good step and what `latest` names always stay."""
@@ -320,6 +325,7 @@ class CheckpointConfig:
             "device_snapshot",
             "enable_first_step_checkpoint",
             "load_only",
+            "persist_overwrite",
             "initial_load_model_only",
             "initial_load_in_hf",
         ):

@@ -445,7 +445,7 @@ class CheckpointManager:
         if self._checkpointer.disabled:
             return ()
         complete = {g.step for g, state, _ in self._checkpointer.status().generations if state == "complete"}
-        return tuple(sorted(complete | persisted_steps(self.config.persist_dir)))
+        return tuple(sorted(complete | persisted_steps(self.config.persist_dir, self._checkpointer.job)))
 
     def latest_step(self) -> int | None:
         steps = self.all_steps()

@@ -213,8 +213,28 @@ class Shell:
                 attempt=order.token,
                 reason=order.reason,
                 settings=session.persist,
+                known=self._persisted_step(session.persist.directory),
             )
         )
+
+    def _remember_persisted(self, generation: Generation) -> None:
+        """For the day when persist_dir is empty because it is not mounted. Not so important as to fail for it."""
+        session = self._core.session
+        if session is None or session.persist is None:
+            return
+        try:
+            self.store.write_persisted(session.persist.directory, generation)
+        except (FlashError, OSError) as error:
+            _log.warning("that step %d is persisted could not be noted: %s", generation.step, error)
+
+    def _persisted_step(self, persist_dir: str) -> int | None:
+        """The newest step that this node remembers to lie there."""
+        try:
+            found = self.store.read_persisted()
+        except (FlashError, OSError) as error:
+            _log.warning("what was persisted before could not be read: %s", error)
+            return None
+        return found[1].step if found is not None and found[0] == persist_dir else None
 
     # --- the core -------------------------------------------------------------------------------------------
 
@@ -258,6 +278,8 @@ class Shell:
             case StopFlush():
                 self.flusher.stop()
             case Notify(generation, level, reason):
+                if level is Level.PERSISTED:
+                    self._remember_persisted(generation)
                 self.trainers.notify(Progress(generation, level, reason))
             case _:
                 pass  # answers, for whoever fed the event

@@ -226,6 +226,7 @@ def from_persist(message: agent_pb2.PersistSettings) -> PersistSettings:
         keep_steps=tuple(_integer(step, "keep_steps") for step in keep_steps),
         on_exit=message.on_exit,
         drain_timeout=message.drain_timeout,
+        overwrite=message.overwrite,
     )
 
 

@@ -203,7 +203,8 @@ def test_a_foreign_optimizer_is_recognised(trained, memory_dir, tmp_path, form, 
     dcp.save(
         {**state, "lr_scheduler": scheduler.state_dict()}, checkpoint_id=tmp_path / "their" / "step-7", no_dist=True
     )
-    # By its path, and as the newest one of this job's own directory.
+    # By its path, and as a step that somebody imported into this job's own directory.
+    (tmp_path / "their" / "step-7" / "flashckpt-import.json").write_text("{}")
     for settings, path in (({"job": "a"}, str(tmp_path / "their")), ({"persist_dir": str(tmp_path / "their")}, None)):
         torch.manual_seed(9)
         other = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 2))

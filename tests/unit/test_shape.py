@@ -218,6 +218,8 @@ def test_public_names():
             "NotFoundError",
             "OtherRankError",
             "Outcome",
+            "PersistError",
+            "ForeignStepError",
             "PerRank",
             "SaveHandle",
             "StructureError",
