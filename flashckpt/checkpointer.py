@@ -18,6 +18,7 @@ from flashckpt.errors import (
     DeadlineError,
     FlashError,
     NotFoundError,
+    PersistError,
     UnusableError,
 )
 from flashckpt.load.ground import Ground
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from flashckpt.load.recover import Found
     from flashckpt.load.result import LoadResult
     from flashckpt.save.deferred import Deferred
+    from flashckpt.save.flush_news import FlushNews
     from flashckpt.save.plan import SavePlan
     from flashckpt.state.flatten import Flat
     from flashckpt.store.slots import SlotStore, StoreStatus
@@ -92,12 +94,15 @@ def _given_up_on_error(
     def call(self: Checkpointer, /, *args: P.args, **kwargs: P.kwargs) -> SaveHandle:
         before = self._overlap.handle
         try:
-            return save(self, *args, **kwargs)
+            handle = save(self, *args, **kwargs)
         except BaseException:
             begun = self._overlap.handle
             if begun is not None and begun is not before:
                 begun.give_up()
             raise
+        if self.raises_flush_failures:
+            self.raise_flush_failure(handle)
+        return handle
 
     return call
 
@@ -119,6 +124,7 @@ class Checkpointer:
         self._settings = resolve(self.config)
         self._turns = Turns(self._mend, self._begin)
         self._closed = self._all_closed = False
+        self.raises_flush_failures = True  # from save(), with on_save_error="raise"; a manager does it itself
         self._outcomes = Outcomes(self.config)
         self._overlap = Overlap()
         self._prewarm = Prewarm()
@@ -413,6 +419,29 @@ class Checkpointer:
         """
         self._check_enabled()
         return self._slots.flush(step)
+
+    @property
+    def flush_news(self) -> FlushNews | None:
+        """What became of flushes. None where checkpointing is disabled."""
+        return None if self._settings.disabled else self._slots.flushes
+
+    def raise_flush_failure(self, handle: SaveHandle | None) -> None:
+        """With on_save_error="raise": raise PersistError if a flush failed for a reason that was not raised yet.
+
+        Waits first until the tensors of `handle` are copied, because the caller does not get it.
+        """
+        news = self.flush_news
+        if self.config.on_save_error != "raise" or news is None:
+            return
+        failure = news.take_failure()
+        if failure is not None:
+            if handle is not None:
+                handle.wait_until_copied(self.config.save_timeout)
+            raise PersistError(
+                f"step {failure.step} was not brought to persist_dir: {failure.reason}",
+                hint="it stays in memory, and the flush is tried again; on_save_error='log' goes on without raising",
+                step=failure.step,
+            )
 
     # --- for flashckpt.dcp ----------------------------------------------------------------------------------
 

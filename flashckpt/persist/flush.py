@@ -36,7 +36,7 @@ from flashckpt.persist.names import (
 from flashckpt.persist.plan import plan
 from flashckpt.persist.retain import KeepRules, Lying, removable
 from flashckpt.persist.storage import is_url, open_storage
-from flashckpt.persist.tenancy import check_flush, check_mounted, check_place, claim, look_around
+from flashckpt.persist.tenancy import enter, look_around
 from flashckpt.persist.write import Shard, Written, write_files
 from flashckpt.store.slots import SlotStore
 from flashckpt.transport.throttle import Throttle
@@ -63,7 +63,7 @@ def flush(spec: FlushSpec, progress: Callable[[int], None] = lambda _: None) -> 
     began = time.monotonic()
     storage = open_storage(spec.settings.directory)
     failpoint("before_flush")
-    _enter(storage, spec)
+    enter(storage, spec)
     if spec.coordinates:
         sweep(storage, spec.generation.step, spec.attempt)
     there = look(storage, step_name(spec.generation.step), spec.generation.step)
@@ -138,17 +138,6 @@ def flush(spec: FlushSpec, progress: Callable[[int], None] = lambda _: None) -> 
     told = _told(written, began)
     retain(storage, spec)
     return told
-
-
-def _enter(storage: Storage, spec: FlushSpec) -> None:
-    """Before anything is written: refuse what is not this job's, and what would land below a mount point."""
-    check_place(spec.settings.directory)
-    tenancy = look_around(storage, spec.job)
-    if not spec.coordinates:
-        check_mounted(tenancy, spec.known)
-        return
-    check_flush(storage, tenancy, spec.generation.step, spec.known, overwrite=spec.settings.overwrite)
-    claim(storage, tenancy)
 
 
 def sweep(storage: Storage, step: int, attempt: str) -> None:

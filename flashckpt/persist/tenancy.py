@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
     from flashckpt.persist.catalog import Persisted
+    from flashckpt.persist.spec import FlushSpec
     from flashckpt.persist.storage import Storage
 
 _log = logging.getLogger(__name__)
@@ -120,6 +121,17 @@ def claim(storage: Storage, tenancy: Tenancy) -> None:
 
 
 # --- what must not be written to --------------------------------------------------------------------------------------
+
+
+def enter(storage: Storage, spec: FlushSpec) -> None:
+    """Before a flush writes anything: refuse what is not this job's, and what would land below a mount point."""
+    check_place(spec.settings.directory)
+    tenancy = look_around(storage, spec.job)
+    if not spec.coordinates:
+        check_mounted(tenancy, spec.known)
+        return
+    check_flush(storage, tenancy, spec.generation.step, spec.known, overwrite=spec.settings.overwrite)
+    claim(storage, tenancy)
 
 
 def check_place(persist_dir: str) -> None:

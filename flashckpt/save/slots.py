@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from flashckpt.errors import BusyError, ConfigError, FlashError
 from flashckpt.failpoints import failpoint
+from flashckpt.save.flush_news import FlushNews
 from flashckpt.save.retention import State, Verdict, judge, releasable
 from flashckpt.store.owner import Owner, is_dead
 from flashckpt.types import age_order
@@ -43,6 +44,9 @@ class Slots(Protocol):
 
     memory: SlotMemory | None
     """Set by the writer, before any slot is made."""
+
+    flushes: FlushNews
+    """What becomes of flushes to persist_dir."""
 
     @property
     def launch(self) -> Launch:
@@ -96,6 +100,7 @@ class OwnSlots:
         self._config = config
         self._trimmed = False
         self.memory: SlotMemory | None = None
+        self.flushes = FlushNews()
 
     @property
     def launch(self) -> Launch:
