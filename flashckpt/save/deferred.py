@@ -305,10 +305,13 @@ def _hold(flat: Flat, fqns: list[str], leaves: list[torch.Tensor], deferred: lis
 
 
 def _clone_small(flat: Flat, fqns: list[str], leaves: list[torch.Tensor], immediate: list[int]) -> frozenset[int]:
-    """Replace tensors in `flat` by clones, smallest first, up to CLONED_BYTES. Returns the indices of those left."""
+    """Replace tensors in `flat` by clones, smallest first, up to CLONED_BYTES. Returns the indices of those left.
+
+    Those that are not one ordinary tensor are left: a ShardedTensor has neither a size in bytes nor a clone.
+    """
     room = CLONED_BYTES
-    left = set()
-    for i in sorted(immediate, key=lambda i: leaves[i].nbytes):
+    left = {i for i in immediate if plain_local(leaves[i]) is None}
+    for i in sorted((i for i in immediate if i not in left), key=lambda i: leaves[i].nbytes):
         room -= leaves[i].nbytes
         if room < 0:
             left.add(i)
