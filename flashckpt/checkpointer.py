@@ -22,6 +22,7 @@ from flashckpt.errors import (
     DeadlineError,
     FlashError,
     NotFoundError,
+    PersistError,
     UnusableError,
 )
 from flashckpt.load.claim import refuse_beside_live, refuse_beside_live_here
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from flashckpt.load.recover import Found
     from flashckpt.load.result import LoadResult
     from flashckpt.save.deferred import Deferred
+    from flashckpt.save.flush_news import FlushNews
     from flashckpt.save.plan import SavePlan
     from flashckpt.state.flatten import Flat
     from flashckpt.store.slots import SlotStore, StoreStatus
@@ -97,12 +99,15 @@ def _given_up_on_error(
     def call(self: Checkpointer, /, *args: P.args, **kwargs: P.kwargs) -> SaveHandle:
         before = self._overlap.handle
         try:
-            return save(self, *args, **kwargs)
+            handle = save(self, *args, **kwargs)
         except BaseException:
             begun = self._overlap.handle
             if begun is not None and begun is not before:
                 begun.give_up()
             raise
+        if self.raises_flush_failures:
+            self.raise_flush_failure(handle)
+        return handle
 
     return call
 
@@ -126,6 +131,7 @@ class Checkpointer:
         self._closed = self._all_closed = False
         self._parts: Parts | None = None  # None: FLASHCKPT_DISABLE is set
         self._dropped: weakref.finalize[[], Checkpointer] | None = None
+        self.raises_flush_failures = True  # from save(), with on_save_error="raise"; a manager does it itself
         self._outcomes = Outcomes(self.config)
         self._overlap = Overlap()
         self._prewarm = Prewarm()
@@ -386,7 +392,12 @@ class Checkpointer:
             self._deferrals.forget_frozen()
             began = time.perf_counter()
             ground = self.ground()
-            on_disk = take_disk_inventory(ground, self.config.persist_dir, self.config.start_timeout)
+            on_disk = take_disk_inventory(
+                ground,
+                self.config.persist_dir,
+                self.config.start_timeout,
+                overwrite=self.config.persist_overwrite,
+            )
             self._disk_epoch = max(self._disk_epoch, on_disk.highest_epoch)
             if not read_only:
                 self._claim(take_over=take_over)
@@ -424,6 +435,7 @@ class Checkpointer:
                 if not read_only:
                     self._put_fence(result.generation if result else None)
                 if result is None:
+                    self._forget_persisted(read_only)
                     return None
                 timings = dataclasses.replace(result.timings, inventory=inventoried - began)
                 log.info("loaded %s from %s in %.3f s", result.generation, result.source, timings.total)
@@ -474,6 +486,7 @@ class Checkpointer:
                 self._claim(take_over=take_over)
                 self._renew_launch()
                 self._put_fence(None)
+                self._forget_persisted(False)
 
     def flush(self, step: int | None = None) -> Generation:
         """Asks this node's agent to bring the newest committed generation (or that of `step`) to persist_dir.
@@ -483,6 +496,29 @@ class Checkpointer:
         """
         self._check_enabled()
         return self._slots.flush(step)
+
+    @property
+    def flush_news(self) -> FlushNews | None:
+        """What became of flushes. None where checkpointing is disabled."""
+        return None if self._settings.disabled else self._slots.flushes
+
+    def raise_flush_failure(self, handle: SaveHandle | None) -> None:
+        """With on_save_error="raise": raise PersistError if a flush failed for a reason that was not raised yet.
+
+        Waits first until the tensors of `handle` are copied, because the caller does not get it.
+        """
+        news = self.flush_news
+        if self.config.on_save_error != "raise" or news is None:
+            return
+        failure = news.take_failure()
+        if failure is not None:
+            if handle is not None:
+                handle.wait_until_copied(self.config.save_timeout)
+            raise PersistError(
+                f"step {failure.step} was not brought to persist_dir: {failure.reason}",
+                hint="it stays in memory, and the flush is tried again; on_save_error='log' goes on without raising",
+                step=failure.step,
+            )
 
     # --- for flashckpt.dcp ----------------------------------------------------------------------------------
 
@@ -726,12 +762,17 @@ class Checkpointer:
         self._attempts.begin()
         self._outcomes.begin()
 
+    def _forget_persisted(self, read_only: bool) -> None:
+        """Whoever starts anew does not miss what lay in persist_dir."""
+        if not read_only and self._topology.is_leader:
+            self._store.forget_persisted()
+
     def _put_fence(self, base: Generation | None) -> None:
         """Collective."""
         fence = put_fence(self._group, self._topology, self._slots, base)
         self._attempts.follow()
         if self.config.persist_dir is not None and self._topology.rank == 0:
-            remember_fence(self.config.persist_dir, fence, self.config.save_timeout)
+            remember_fence(self.config.persist_dir, self._settings.job, fence, self.config.save_timeout)
 
 
 def _defers_all(_key: str, _tensor: torch.Tensor) -> bool:

@@ -79,6 +79,11 @@ class CheckpointConfig:
     persist_drain_timeout: float = 60.0
     """Seconds that an agent which is told to stop gives to a flush."""
 
+    persist_overwrite: bool = False
+    """Whether this job may write to a persist_dir that belongs to another job, or replace a step that another job or
+    program wrote there. It then takes the directory over, replaces steps of the same number and moves `latest`. Other
+    steps stay as they are. False: such a flush fails and says what lies there."""
+
     keep_latest_k: int = 0
     """Steps that are kept in persist_dir, the newest ones; 0: all. Not 1: the last one may just be being replaced. The
     newest good step and what `latest` names always stay."""
@@ -326,6 +331,7 @@ class CheckpointConfig:
             "device_snapshot",
             "enable_first_step_checkpoint",
             "load_only",
+            "persist_overwrite",
             "initial_load_model_only",
             "initial_load_in_hf",
         ):
@@ -368,8 +374,8 @@ class CheckpointConfig:
                 f"persist_dir: expected an absolute path or a URL, found {self.persist_dir!r}",
                 hint="agents do not know the working directory of the trainers",
             )
-        for name in ("persist_interval", "persist_interval_minutes"):
-            if self.persist_dir is None and getattr(self, name) is not None:
+        for name in _NEED_PERSIST_DIR:
+            if self.persist_dir is None and getattr(self, name) != _DEFAULTS[name]:
                 raise ConfigError(f"{name}: expected persist_dir too, found none", hint="say where to flush to")
         for name in ("persist_max_mbps", "persist_interval_minutes"):
             value = getattr(self, name)
@@ -398,6 +404,22 @@ class CheckpointConfig:
         if unknown:
             raise ConfigError(f"unknown setting {unknown[0]!r}", hint=f"known settings: {', '.join(sorted(known))}")
         return cls(**values)
+
+
+# Without persist_dir they have no effect.
+_NEED_PERSIST_DIR = (
+    "persist_interval",
+    "persist_interval_minutes",
+    "persist_max_mbps",
+    "persist_concurrency",
+    "persist_timeout",
+    "persist_drain_timeout",
+    "persist_overwrite",
+    "keep_latest_k",
+    "keep_every",
+    "keep_steps",
+)
+_DEFAULTS = {field.name: field.default for field in fields(CheckpointConfig)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -447,6 +469,12 @@ def resolve(config: CheckpointConfig, environ: Mapping[str, str] = os.environ) -
     agent = given("agent") or "auto"
     if agent not in ("auto", "off"):
         raise ConfigError(f"FLASHCKPT_AGENT: expected auto or off, found {agent!r}")
+    if agent == "off" and config.persist_dir is not None and not config.load_only and not disabled:
+        raise ConfigError(
+            "persist_dir with agent='off': expected an agent, which writes there, found that it is off",
+            hint="leave CheckpointConfig(agent=…) and FLASHCKPT_AGENT at their defaults; or leave persist_dir out; "
+            "load_only=True loads from it without an agent",
+        )
     verify = _verify(given("verify"))
     return Settings(
         config=config,

@@ -24,6 +24,8 @@
     ├── DeniedError            (PermissionError)    a credential is missing, expired or another job's
     ├── OtherRankError                               another rank raised, and this one gave up with it
     ├── CorruptShardError                            corrupt: bytes fail verification
+    ├── PersistError           (OSError)            persist_dir can't be written to as it is
+    │   └── ForeignStepError                         …another job's or program's checkpoint lies there
     ├── IncompatibleError                            incompatible: format version, job, number of nodes
     ├── DeadlineError          (TimeoutError)       timed out; says who was missing
     └── InternalError                                a bug in flashckpt
@@ -233,6 +235,19 @@ class IncompatibleError(FlashError):
     """A format version, a job or a topology this version can't work with. The bytes themselves are fine."""
 
     code = "FC-FMT-002"
+
+
+class PersistError(FlashError, OSError):
+    """A step was not brought to persist_dir. It stays in memory, and the flush is tried again."""
+
+    code = "FC-DISK-001"
+    default_hint = "`flashckpt status` shows whether the next attempts succeed"
+
+
+class ForeignStepError(PersistError):
+    """What lies in persist_dir was not written by this job. Nothing of it was touched."""
+
+    code = "FC-DISK-002"
 
 
 class DeadlineError(FlashError, TimeoutError):

@@ -115,6 +115,7 @@ def _persist(config: CheckpointConfig) -> PersistSettings | None:
         keep_steps=tuple(config.keep_steps),
         on_exit=config.persist_on_exit,
         drain_timeout=config.persist_drain_timeout,
+        overwrite=config.persist_overwrite,
     )
 
 

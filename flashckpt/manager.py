@@ -78,6 +78,11 @@ class CheckpointManager:
             rng=rng,
         )
         self._check_names("config.exclude_from_loading", self.config.exclude_from_loading)
+        if keep_policy is not None and self.config.persist_dir is None:
+            raise ConfigError(
+                "keep_policy: expected persist_dir too, found none",
+                hint="it makes steps in persist_dir permanent: set CheckpointConfig(persist_dir=…), or leave it out",
+            )
         self._policy = save_policy
         self._keep_policy = keep_policy
         self._pre_snapshot = pre_snapshot
@@ -99,6 +104,8 @@ class CheckpointManager:
         self._dropped = weakref.finalize(self, self._hooks.drop)
         self._dropped.atexit = False
         self._checkpointer = Checkpointer(self.config, process_group=process_group)
+        self._checkpointer.raises_flush_failures = False
+        self._recorder.flush_news = self._checkpointer.flush_news
         try:
             self._cooldown = self._make_cooldown()
             self._gate.install()
@@ -155,8 +162,9 @@ class CheckpointManager:
         stopping = self._signals is not None and self._signals.is_final(step)
         if permanent is None:
             permanent = self._keep_policy is not None and self._keep_policy(step)
-        elif permanent and persist is None and self.config.persist_dir is not None:
+        elif permanent and persist is None:
             persist = True
+        self._check_persist(persist)
         decision = self.decide(step, last_step=last_step, force=force or stopping, persist=persist)
         wrapped = wrap_extra(extra, self._state.parts, compat, permanent)  # also where nothing is due: it may be wrong
         self._seen, self._said = step, (extra, compat)
@@ -179,7 +187,17 @@ class CheckpointManager:
             self._signals.finish()
             if self._signals.exit_code is not None:
                 raise SystemExit(self._signals.exit_code)
+        if not stopping and not last_step:
+            self._checkpointer.raise_flush_failure(handle)
         return handle
+
+    def _check_persist(self, persist: bool | None) -> None:
+        """Refuse to promise what nobody would do."""
+        if persist and self.config.persist_dir is None:
+            raise ConfigError(
+                "persist=True or permanent=True: expected persist_dir too, found none",
+                hint="set CheckpointConfig(persist_dir=…), or leave the argument out",
+            )
 
     def _snapshot(self, step: int, extra: Mapping[str, Any]) -> SaveHandle:
         began = time.time()
@@ -463,7 +481,7 @@ class CheckpointManager:
         if self._checkpointer.disabled:
             return ()
         complete = {g.step for g, state, _ in self._checkpointer.status().generations if state == "complete"}
-        return tuple(sorted(complete | persisted_steps(self.config.persist_dir)))
+        return tuple(sorted(complete | persisted_steps(self.config.persist_dir, self._checkpointer.job)))
 
     def latest_step(self) -> int | None:
         steps = self.all_steps()

@@ -8,6 +8,7 @@ has to be nice as well.
 from __future__ import annotations
 
 import contextlib
+import os
 
 
 def be_nice_as_session(pid: int | str, niceness: int) -> None:
@@ -15,3 +16,23 @@ def be_nice_as_session(pid: int | str, niceness: int) -> None:
     no such groups, or control groups decide, nothing changes."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/autogroup", "w", encoding="ascii") as file:
         file.write(str(niceness))
+
+
+def be_nice(pid: int, niceness: int) -> None:
+    """Make a process that has one thread at least that nice."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, pid, max(niceness, os.getpriority(os.PRIO_PROCESS, pid)))
+
+
+def hurry(pid: int) -> bool:
+    """Undo niceness, of all threads of a process and of its session. False: the kernel does not let this user."""
+    be_nice_as_session(pid, 0)
+    try:
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            if os.getpriority(os.PRIO_PROCESS, int(thread)) > 0:
+                os.setpriority(os.PRIO_PROCESS, int(thread), 0)
+    except ProcessLookupError:
+        return True  # it has ended
+    except OSError:
+        return False
+    return True

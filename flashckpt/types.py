@@ -136,6 +136,7 @@ class PersistSettings:
     keep_steps: tuple[int, ...] = ()
     on_exit: bool = True
     drain_timeout: float = 60.0
+    overwrite: bool = False
 
 
 @dataclass(frozen=True, slots=True)

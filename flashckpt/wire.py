@@ -41,10 +41,21 @@ class FlushOrder:
     attempt: int  # another one for every try; names the temporary directory
     reason: str
     down: tuple[str, ...]  # nodes whose shards others write
+    urgent: bool = False  # somebody waits for it: it does not step back behind the training
 
     @property
     def token(self) -> str:
         return f"{self.attempt:016x}"
+
+
+@dataclass(frozen=True, slots=True)
+class FlushFailure:
+    """How a flush failed. From a node whose part failed to the one that ordered; from that one to all, until one
+    succeeds."""
+
+    generation: Generation
+    attempt: int
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +67,7 @@ class Announce:
     voids: tuple[Generation, ...]
     flush: FlushOrder | None = None
     persisted: Generation | None = None  # the newest that lies in persist_dir
+    failure: FlushFailure | None = None  # of the last flush
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +76,7 @@ class Persist:
 
     generation: Generation
     reason: str
+    urgent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +116,7 @@ class Holds:
     refusals: tuple[Refusal, ...] = ()
 
 
-Body = Beat | Report | GiveUp | Announce | Lost | Want | Persist | Holds
+Body = Beat | Report | GiveUp | Announce | Lost | Want | Persist | FlushFailure | Holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +190,7 @@ class Answer:
     refused: str = ""  # why the message was not taken; "" = it was
     flush: FlushOrder | None = None
     persisted: Generation | None = None
+    failure: FlushFailure | None = None
     base: Generation | None = None  # what the sender's launch has loaded
     health: Health | None = None  # from the healer, to Holds
     copies: tuple[Copy, ...] = ()  # that the sender has to make or to expect, of what `health` speaks of

@@ -75,7 +75,7 @@ def flush_with_a_late_node(cluster, late, persist_dir, log):
     # The failpoint stops every flusher of the node, and only one was let go: there was no second attempt.
     assert log.read_text().split() == [name, pid]
     assert storage.latest() == "step-3"
-    assert sorted(storage.list()) == ["latest", "step-3"]
+    assert sorted(storage.list()) == ["flashckpt.json", "latest", "step-3"]
     (step,) = list_steps(storage)
     assert not step.problem
     assert damaged(storage, step) == []

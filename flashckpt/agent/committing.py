@@ -159,7 +159,7 @@ class Committing:
         gives them."""
         ledger, flushing = self._ledger, self._flushing
         decided = (ledger.threshold, tuple(ledger.voids)) if self._standing.is_coordinator else (None, ())
-        news = Announce(*decided, flushing.order, flushing.persisted)
+        news = Announce(*decided, flushing.order, flushing.persisted, flushing.failure)
         for node_id in self._peers:
             self._outbox.send(node_id, news, now)
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from flashckpt.agent.releasing import Releasing
     from flashckpt.agent.standing import Standing
     from flashckpt.types import Generation, PersistSettings
-    from flashckpt.wire import FlushOrder
+    from flashckpt.wire import FlushFailure, FlushOrder
 
 
 class FlushOrders:
@@ -93,26 +93,50 @@ class FlushOrders:
                 return
             generation = newest.generation
         if self._standing.is_of_this_launch(generation):
-            self._outbox.add(*self._flushing.want(generation, event.reason))
-            self._outbox.send(orderer, Persist(generation, event.reason), now)
+            self._want(generation, event.reason, event.urgent, now)
+            self._outbox.send(orderer, Persist(generation, event.reason, event.urgent), now)
 
-    def asked(self, generation: Generation, reason: str, now: float) -> None:
+    def asked(self, generation: Generation, reason: str, urgent: bool, now: float) -> None:
         """Another node asks for one."""
         if self._standing.is_of_this_launch(generation) and self._duties.is_orderer(now):
-            self._outbox.add(*self._flushing.want(generation, reason))
+            self._want(generation, reason, urgent, now)
+
+    def _want(self, generation: Generation, reason: str, urgent: bool, now: float) -> None:
+        before = self._flushing.order
+        self._outbox.add(*self._flushing.want(generation, reason, urgent))
+        if self._flushing.order != before and self._duties.is_orderer(now):
+            self._committing.announce(now)  # that somebody waits for it now
+
+    def failed_at(self, sender: str, failure: FlushFailure, now: float) -> None:
+        """Another node's part of the order in force failed."""
+        effects = self._flushing.failed_at(sender, failure, now, self._standing.node_id)
+        self._outbox.add(*effects)
+        if effects:
+            self._committing.announce(now)
+            self._releasing.collect()
 
     def ended(self, event: FlushEnded, now: float) -> None:
         """This node's flusher is done."""
         self._outbox.add(*self._flushing.ended(event, now, self._standing.node_id))
+        failure = self._flushing.own_failure
+        if failure is not None and failure.attempt == event.attempt:
+            self._outbox.send(self._flushing.giver, failure, now)
         if self._duties.is_orderer(now):
             self._committing.announce(now)
         self._releasing.collect()
 
-    def hear(self, giver: str, order: FlushOrder | None, persisted: Generation | None, now: float) -> None:
+    def hear(
+        self,
+        giver: str,
+        order: FlushOrder | None,
+        persisted: Generation | None,
+        failure: FlushFailure | None,
+        now: float,
+    ) -> None:
         settings = self._settings
         if settings is None or giver != self._duties.orderer(now)[0]:
             return
         if order is not None:
             self._flushing.lost(order.generation)
-        self._outbox.add(*self._flushing.hear(giver, order, persisted, now, settings.timeout))
+        self._outbox.add(*self._flushing.hear(giver, order, persisted, failure, now, settings.timeout))
         self._releasing.collect()

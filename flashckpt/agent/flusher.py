@@ -1,4 +1,6 @@
-"""The agent's helper that writes the persistent tier: a niced process of its own, because it imports torch.
+"""The agent's helper that writes the persistent tier: a process of its own, because it imports torch.
+
+It is nice, unless somebody waits for the flush.
 
 One at a time. Whatever becomes of it (it crashes, hangs, is killed) is an outcome with a reason.
 """
@@ -17,9 +19,10 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+from flashckpt.agent.helper import Starter
 from flashckpt.agent.messages import FlushEnded, Rotten
 from flashckpt.failpoints import failpoint
-from flashckpt.niceness import be_nice_as_session
+from flashckpt.niceness import be_nice, be_nice_as_session, hurry
 from flashckpt.persist.spec import encode_spec
 from flashckpt.types import ShardId
 
@@ -37,23 +40,41 @@ _START_SECONDS = 600.0
 _REAP_SECONDS = 5.0
 _MAX_LINE_BYTES = 64 << 10
 _SESSION_NICENESS = 10
+_NICENESS = 19
 
 
 class Flusher:
     """Starts and watches the process. Any thread."""
 
-    def __init__(self, feed: Callable[[Event], object]) -> None:
+    def __init__(self, feed: Callable[[Event], object], starter: Starter | None = None) -> None:
+        """`starter` has the niceness that a flush has which somebody waits for."""
         self._feed = feed
+        self._starter = starter or Starter()
         self._lock = threading.Lock()  # protects what follows
         self._process: subprocess.Popen[bytes] | None = None
         self._attempt: int | None = None
         self._stopped = False  # the attempt is not wanted any more
+        self._urgent = False  # somebody waits for the attempt
+        self._begun = False  # its process has imported what it needs
+        self._again = False  # its process was ended only because it could not be hurried
         self.done_bytes = 0
         self._seconds = 0.0  # that the last flush took, without its process's start
 
     def start(self, spec: FlushSpec) -> None:
         """Returns at once; FlushEnded follows."""
         threading.Thread(target=self._run, args=(spec,), name="flush", daemon=True).start()
+
+    def hurry(self) -> None:
+        """Somebody waits for the flush that is under way. Where its process may not be given a higher priority and has
+        not begun to write, another one takes its place."""
+        with self._lock:
+            if self._urgent or self._stopped:
+                return
+            self._urgent = True
+            if self._process is None or hurry(self._process.pid) or self._begun:
+                return
+            self._again = True
+            _kill(self._process)
 
     def stop(self) -> None:
         """Ends a running flush: what it wrote so far is a temporary directory that the next one removes."""
@@ -65,8 +86,14 @@ class Flusher:
     def _run(self, spec: FlushSpec) -> None:
         attempt = int(spec.attempt, 16)
         began = time.monotonic()
+        with self._lock:
+            self._urgent = spec.urgent
         try:
             reason = self._flush(spec)
+            with self._lock:
+                again, self._again = self._again and not self._stopped, False
+            if reason and again:
+                reason = self._flush(spec)
         except Exception as error:
             _log.exception("the flusher could not be run")
             reason = f"the flusher could not be run: {error}"
@@ -88,23 +115,20 @@ class Flusher:
         """Why it failed; "" = it did not."""
         failpoint("before_flusher")
         with self._lock:
-            before = self._process
-            self._stopped = False
+            before, urgent = self._process, self._urgent
+            self._stopped = self._begun = False
         if before is not None and not _reap(before, _REAP_SECONDS):
             return f"the flusher before (process {before.pid}) can't be ended: its storage hangs"
-        process = subprocess.Popen(
-            # -I: neither the working directory nor PYTHON* variables decide what is imported.
-            [sys.executable, "-I", "-m", "flashckpt.persist"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=None,  # the agent's log
-            cwd="/",
-            start_new_session=True,
-        )
-        # At once: most of what a flush takes from the processors is the start of this process.
-        be_nice_as_session(process.pid, _SESSION_NICENESS)
+        # -I: neither the working directory nor PYTHON* variables decide what is imported.
+        process = self._starter.start([sys.executable, "-I", "-m", "flashckpt.persist"])
+        if not urgent:
+            # At once: most of what a flush takes from the processors is the start of this process.
+            be_nice(process.pid, _NICENESS)
+            be_nice_as_session(process.pid, _SESSION_NICENESS)
         with self._lock:
             self._process, self.done_bytes = process, 0
+            if self._urgent and not urgent:
+                hurry(process.pid)
             if self._stopped:
                 _kill(process)
         _log.info("flushing step %d (%s): process %d", spec.generation.step, spec.reason, process.pid)
@@ -128,6 +152,8 @@ class Flusher:
         for line in _lines(process, limit):
             answer = _parse(line)
             if answer.get("state") == "begun":
+                with self._lock:
+                    self._begun = True
                 limit.set("end", spec.settings.timeout + _GRACE_SECONDS)
             elif answer.get("state") == "writing":
                 self.done_bytes = int(answer.get("done_bytes", 0))

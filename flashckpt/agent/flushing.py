@@ -7,13 +7,13 @@ in every message of that node for as long as it holds, and a node that no longer
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from flashckpt.agent.flush_policy import choose, is_persisted, retry_delay, writers
-from flashckpt.agent.messages import FlushEnded, Notify, StartFlush, StopFlush
+from flashckpt.agent.messages import FlushEnded, HurryFlush, Notify, NotifyFlushFailed, StartFlush, StopFlush
 from flashckpt.types import Level, age_order
-from flashckpt.wire import FlushOrder
+from flashckpt.wire import FlushFailure, FlushOrder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -29,6 +29,7 @@ _GRACE_SECONDS = 60.0  # beyond a flush's own timeout, until a node lets go of w
 class Wanted:
     generation: Generation
     reason: str
+    urgent: bool = False  # somebody waits for it
 
 
 class Flushing:
@@ -40,11 +41,14 @@ class Flushing:
         self.persisted: Generation | None = None  # the newest that is known to lie in persist_dir
         self.wanted: Wanted | None = None  # asked for, and not begun
         self.problem = ""  # of the last attempt that failed
+        self.failure: FlushFailure | None = None  # of the last flush, as the node that ordered it says
+        self.own_failure: FlushFailure | None = None  # of this node's part of the order in force
         self.failures = 0  # in a row
         self.counts = {"done": 0, "failed": 0}
         self.retry_at = 0.0
         self.ending = ""  # why the newest is to be flushed whenever it is not: nobody works here any more
         self._owed = ""  # why the newest is to be flushed once a failure has been waited out
+        self._owed_urgent = False
         self._started = 0  # attempt that this node's flusher was started for
         self._order_ends = 0.0
         self._since_step = 0
@@ -76,6 +80,7 @@ class Flushing:
         """Another launch."""
         effects = self.stop()
         self.problem, self.failures, self.retry_at, self._owed = "", 0, 0.0, ""
+        self.failure = self.own_failure = None
         self.ending = ""
         self._since_step, self._since = 0, now
         return effects
@@ -83,19 +88,27 @@ class Flushing:
     def loaded(self, base: Generation | None, now: float) -> None:
         self._since_step, self._since = (0 if base is None else base.step), now
 
-    def want(self, generation: Generation, reason: str) -> list[Effect]:
+    def want(self, generation: Generation, reason: str, urgent: bool = False) -> list[Effect]:
         """Somebody asks for a generation that is committed, or may still be."""
         if is_persisted(generation, self.persisted):
             return [Notify(generation, Level.PERSISTED)]
         if self.order is not None and self.order.generation == generation:
-            return []
-        before, self.wanted = self.wanted, Wanted(generation, reason)
+            return self._hurry() if urgent else []
+        before = self.wanted
+        urgent = urgent or (before is not None and before.generation == generation and before.urgent)
+        self.wanted = Wanted(generation, reason, urgent)
         if before is None or before.generation == generation:
             return []
         if age_order(before.generation) > age_order(generation):
             before, self.wanted = self.wanted, before
         # One at a time is kept for a flush: each takes a slot of every rank.
         return [Notify(before.generation, Level.NONE, f"step {self.wanted.generation.step} is flushed instead")]
+
+    def _hurry(self) -> list[Effect]:
+        if self.order is None or self.order.urgent:
+            return []
+        self.order = replace(self.order, urgent=True)
+        return [HurryFlush()]
 
     def lost(self, generation: Generation) -> None:
         """It was given up, fenced, or is not held any more."""
@@ -108,19 +121,35 @@ class Flushing:
         if order is None or order.attempt != event.attempt:
             return []
         if self.giver != node_id:
-            self.problem = event.reason
+            if event.reason:
+                self.problem = event.reason
+                self.own_failure = FlushFailure(order.generation, order.attempt, event.reason)
             return []
         self.order = None
         if not event.reason:
             self.counts["done"] += 1
             self.problem, self.failures, self._owed, self.retry_at = "", 0, "", 0.0
+            self.failure = None
             return self.learn_persisted(order.generation, now)
         self.counts["failed"] += 1
         self.failures += 1
-        self.problem = event.reason
-        self._owed = order.reason
+        self._owed, self._owed_urgent = order.reason, order.urgent
         self.retry_at = now + retry_delay(self.failures)
-        return []
+        return self._note(FlushFailure(order.generation, order.attempt, event.reason))
+
+    def failed_at(self, sender: str, failure: FlushFailure, now: float, node_id: str) -> list[Effect]:
+        """Another node's part failed: as the one that ordered, don't wait for the others to find that out."""
+        if self.giver != node_id or self.order is None or self.order.attempt != failure.attempt:
+            return []
+        reason = f"{sender}: {failure.reason}"
+        return [StopFlush(), *self.ended(FlushEnded(failure.attempt, reason), now, node_id)]
+
+    def _note(self, failure: FlushFailure) -> list[Effect]:
+        """The outcome of the last flush, once."""
+        if self.failure is not None and self.failure.attempt == failure.attempt:
+            return []
+        self.failure, self.problem = failure, failure.reason
+        return [NotifyFlushFailed(failure.generation, failure.reason)]
 
     def learn_persisted(self, generation: Generation, now: float) -> list[Effect]:
         if is_persisted(generation, self.persisted):
@@ -132,13 +161,26 @@ class Flushing:
         return [Notify(generation, Level.PERSISTED)]
 
     def hear(
-        self, giver: str, order: FlushOrder | None, persisted: Generation | None, now: float, timeout: float
+        self,
+        giver: str,
+        order: FlushOrder | None,
+        persisted: Generation | None,
+        failure: FlushFailure | None,
+        now: float,
+        timeout: float,
     ) -> list[Effect]:
         """What the node says whose orders count."""
         effects = self.learn_persisted(persisted, now) if persisted is not None else []
+        if failure is not None:
+            effects += self._note(failure)
+        elif self.failure is not None:
+            self.failure, self.problem = None, ""
         if order is not None and (self.order is None or order.attempt != self.order.attempt):
             effects += [StopFlush()] if self.order is not None else []
             self.order, self.giver, self._order_ends = order, giver, now + timeout + _GRACE_SECONDS
+            self.own_failure = None
+        elif order is not None and order.urgent:
+            effects += self._hurry()
         elif order is None and self.order is not None:
             effects.append(StopFlush())
             self.order = None
@@ -153,7 +195,7 @@ class Flushing:
         gone = sorted(set(down) - set(order.down))
         if not gone and self.giver == node_id:
             return []
-        self.order, self.wanted = None, self.wanted or Wanted(order.generation, order.reason)
+        self.order, self.wanted = None, self.wanted or Wanted(order.generation, order.reason, order.urgent)
         self.problem = (
             f"{', '.join(gone or [self.giver])} went down while step {order.generation.step} was being flushed"
         )
@@ -173,11 +215,13 @@ class Flushing:
         """As the one that orders: the order to give now. `is_there`: committed, and still held."""
         if self.order is not None or now < self.retry_at:
             return None
-        wanted = None
+        wanted, urgent = None, bool(self.ending)
         if self.wanted is not None and is_there(self.wanted.generation):
             wanted = (self.wanted.generation, self.wanted.reason)
+            urgent = urgent or self.wanted.urgent
         elif (self._owed or self.ending) and newest is not None and is_there(newest):
             wanted = (newest, self._owed or self.ending)
+            urgent = urgent or self._owed_urgent
         generation, reason = choose(
             settings,
             newest=newest if newest is not None and is_there(newest) else None,
@@ -192,7 +236,7 @@ class Flushing:
         self._orders += 1
         token = hashlib.blake2b(f"{generation!r} {self._orders} {now!r} {node_id}".encode(), digest_size=8)
         attempt = int.from_bytes(token.digest(), "big") or 1
-        self.order, self.giver = FlushOrder(generation, attempt, reason, tuple(sorted(down))), node_id
+        self.order, self.giver = FlushOrder(generation, attempt, reason, tuple(sorted(down)), urgent), node_id
         return self.order
 
     def start(self, session: Session, placement: Placement, node_id: str, now: float) -> list[Effect]:
@@ -203,8 +247,8 @@ class Flushing:
         ours = self.giver == node_id
         if not ours and now > self._order_ends:
             self.order = None
-            self.problem = f"{self.giver} never said how the flush of step {order.generation.step} ended"
-            return [StopFlush()]
+            reason = f"{self.giver} never said how the flush of step {order.generation.step} ended"
+            return [StopFlush(), *self._note(FlushFailure(order.generation, order.attempt, reason))]
         if self._started == order.attempt:
             return []
         self._started = order.attempt

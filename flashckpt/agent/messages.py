@@ -102,6 +102,7 @@ class FlushWanted:
 
     generation: Generation | None
     reason: str
+    urgent: bool = False  # somebody waits for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,6 +342,19 @@ class Notify:
 
 
 @dataclass(frozen=True, slots=True)
+class NotifyFlushFailed:
+    """To all trainers of this node: the flush of this generation failed, and is tried again."""
+
+    generation: Generation
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class HurryFlush:
+    """Somebody waits for the flush that is under way."""
+
+
+@dataclass(frozen=True, slots=True)
 class StartFlush:
     """This node's part of a flush."""
 
@@ -372,6 +386,8 @@ Effect = (
     | Serve
     | DeclineGet
     | Notify
+    | NotifyFlushFailed
+    | HurryFlush
     | StartFlush
     | StopFlush
 )

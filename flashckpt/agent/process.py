@@ -200,11 +200,13 @@ def _run_locked(options: Options, directory: Directory, lock: AgentLock, ready: 
     _make_harmless()
     # Before grpc is imported, which the shell does; and that after detaching: what it starts survives no fork.
     prepare()
+    from flashckpt.agent.helper import Starter
     from flashckpt.agent.shell import Shell
     from flashckpt.store.slots import SlotStore
 
     # After the imports, so that a busy node does not delay the start, and before the first thread: niceness belongs
     # to a thread, and is inherited by those that it starts.
+    starter = Starter()
     os.nice(options.nice)
     with SlotStore.open(options.memory_dir, options.job, budget_bytes=options.budget_bytes) as store:
         if store.directory_id != directory.identity():
@@ -212,7 +214,7 @@ def _run_locked(options: Options, directory: Directory, lock: AgentLock, ready: 
                 f"memory directory {directory.path}: expected the one whose lock this process holds, found another",
                 hint="somebody replaced it at this moment; start the agent again",
             )
-        shell = Shell(store, options)
+        shell = Shell(store, options, starter)
         try:
             shell.start()
             _log.info(

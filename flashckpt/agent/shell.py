@@ -21,10 +21,12 @@ from flashckpt.agent.messages import (
     FlushWanted,
     Gone,
     Grant,
+    HurryFlush,
     KeepFence,
     KeepRecord,
     KeepSession,
     Notify,
+    NotifyFlushFailed,
     Push,
     Quarantine,
     RefuseBusy,
@@ -56,6 +58,7 @@ from flashckpt.rpc.api import Progress
 from flashckpt.types import Held, Holding, Level, NodeInventory, ShardId, age_order
 
 if TYPE_CHECKING:
+    from flashckpt.agent.helper import Starter
     from flashckpt.agent.messages import Effect, Event
     from flashckpt.agent.process import Options
     from flashckpt.credentials import Bundle
@@ -76,7 +79,7 @@ _SCAN_SECONDS = 2.0
 class Shell:
     """One agent."""
 
-    def __init__(self, store: SlotStore, options: Options) -> None:
+    def __init__(self, store: SlotStore, options: Options, starter: Starter | None = None) -> None:
         self.store = store
         self.options = options
         self._started_at = time.monotonic()
@@ -88,7 +91,7 @@ class Shell:
         self.trainers = Trainers(self)
         self.peers = Peers(self)
         self.retrieves = Retrieves(self)
-        self.flusher = Flusher(self.feed)
+        self.flusher = Flusher(self.feed, starter)
         self._server: AgentServer | None = None
         self._scrubber = Scrubber(self._files.open, options.scrub_interval, self._files.note_verified)
         self._stop: threading.Event | None = None
@@ -244,8 +247,29 @@ class Shell:
                 attempt=order.token,
                 reason=order.reason,
                 settings=session.persist,
+                known=self._persisted_step(session.persist.directory),
+                urgent=order.urgent,
             )
         )
+
+    def _remember_persisted(self, generation: Generation) -> None:
+        """For the day when persist_dir is empty because it is not mounted. Not so important as to fail for it."""
+        session = self._core.session
+        if session is None or session.persist is None:
+            return
+        try:
+            self.store.write_persisted(session.persist.directory, generation)
+        except (FlashError, OSError) as error:
+            _log.warning("that step %d is persisted could not be noted: %s", generation.step, error)
+
+    def _persisted_step(self, persist_dir: str) -> int | None:
+        """The newest step that this node remembers to lie there."""
+        try:
+            found = self.store.read_persisted()
+        except (FlashError, OSError) as error:
+            _log.warning("what was persisted before could not be read: %s", error)
+            return None
+        return found[1].step if found is not None and found[0] == persist_dir else None
 
     # --- the core -------------------------------------------------------------------------------------------
 
@@ -288,7 +312,13 @@ class Shell:
                 self._start_flush(effect)
             case StopFlush():
                 self.flusher.stop()
+            case HurryFlush():
+                self.flusher.hurry()
+            case NotifyFlushFailed(generation, reason):
+                self.trainers.notify(Progress(generation, Level.NONE, flush_problem=reason))
             case Notify(generation, level, reason):
+                if level is Level.PERSISTED:
+                    self._remember_persisted(generation)
                 self.trainers.notify(Progress(generation, level, reason))
             case _:
                 pass  # answers, for whoever fed the event
@@ -446,12 +476,19 @@ class Shell:
         with self._lock:
             voids = [Progress(g, Level.NONE, reason) for g, reason in self._core.voids.items()]
             records = [record.generation for record in self._core.records if record.replicas]
-            persisted = self._core.flushing.persisted
+            persisted, failure = self._core.flushing.persisted, self._core.flushing.failure
         news = voids + [Progress(generation, Level.REPLICATED) for generation in records]
-        return news + ([Progress(persisted, Level.PERSISTED)] if persisted is not None else [])
+        if persisted is not None:
+            news.append(Progress(persisted, Level.PERSISTED))
+        if failure is not None:
+            news.append(Progress(failure.generation, Level.NONE, flush_problem=failure.reason))
+        return news
 
-    def flush(self, generation: Generation | None, step: int | None) -> Generation:
-        """Asks for a flush. NotFoundError where nothing in memory fits, ConfigError where there is no persist_dir."""
+    def flush(self, generation: Generation | None, step: int | None, urgent: bool) -> Generation:
+        """Asks for a flush; `urgent`: somebody waits for it.
+
+        NotFoundError where nothing in memory fits, ConfigError where there is no persist_dir.
+        """
         with self._lock:
             session = self._core.session
             committed = [record.generation for record in self._core.records]
@@ -469,7 +506,7 @@ class Shell:
             generation = max(fitting, key=age_order)
         if generation not in held:
             raise NotFoundError(f"{generation}: not in this node's memory any more", step=generation.step)
-        self.feed(FlushWanted(generation, "it was asked for"))
+        self.feed(FlushWanted(generation, "it was asked for", urgent))
         return generation
 
     def raise_if_read_only(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from flashckpt.agent.messages import Reply
-from flashckpt.wire import Announce, Answer, Beat, GiveUp, Holds, Lost, Persist, Report, Want
+from flashckpt.wire import Announce, Answer, Beat, FlushFailure, GiveUp, Holds, Lost, Persist, Report, Want
 
 if TYPE_CHECKING:
     from flashckpt.agent.committing import Committing
@@ -76,12 +76,14 @@ class Talking:
                 self._committing.take_report(sender, body, now)
             case GiveUp(generation) if standing.is_coordinator and standing.is_of_this_launch(generation):
                 self._committing.take_give_up(generation, sender, now)
-            case Announce(record, voids, order, persisted):
+            case Announce(record, voids, order, persisted, failure):
                 if self._is_coordinator(sender):
                     self._committing.take_news(record, voids)
-                self._flush_orders.hear(sender, order, persisted, now)
-            case Persist(generation, reason):
-                self._flush_orders.asked(generation, reason, now)
+                self._flush_orders.hear(sender, order, persisted, failure, now)
+            case Persist(generation, reason, urgent):
+                self._flush_orders.asked(generation, reason, urgent, now)
+            case FlushFailure():
+                self._flush_orders.failed_at(sender, body, now)
             case Lost(shard) if standing.is_coordinator and standing.owner_of(shard) == sender:
                 self._committing.take_back(shard, now)
             case Lost(shard) if standing.owns(shard):
@@ -98,7 +100,7 @@ class Talking:
             if self._is_coordinator(node_id):
                 self._committing.take_news(answer.record, answer.voids)
                 self._ledger.note_heard(answer.voids)
-            self._flush_orders.hear(node_id, answer.flush, answer.persisted, now)
+            self._flush_orders.hear(node_id, answer.flush, answer.persisted, answer.failure, now)
             self._outbox.add(*self._ledger.hear_base(answer.base))
             if answer.record is not None:
                 self._copying.hear_kept(answer.record.generation, now)
@@ -122,8 +124,10 @@ class Talking:
             health, copies = self._copying.answer_to(envelope.sender)
         order: FlushOrder | None = None
         persisted: Generation | None = None
+        failure: FlushFailure | None = None
         if self._duties.is_orderer(now):
             order, persisted = self._flushing.order, self._flushing.persisted
+            failure = self._flushing.failure
         return Answer(
             self._standing.newest,
             self._standing.fence,
@@ -131,6 +135,7 @@ class Talking:
             tuple(self._ledger.voids),
             flush=order,
             persisted=persisted,
+            failure=failure,
             base=self._ledger.base,
             health=health,
             copies=copies,
@@ -154,5 +159,9 @@ class Talking:
             news += map(Lost, self._custody.sources)
         wanted = self._flushing.wanted
         if wanted is not None and node_id == self._duties.orderer(now)[0]:
-            news.append(Persist(wanted.generation, wanted.reason))
+            news.append(Persist(wanted.generation, wanted.reason, wanted.urgent))
+        failure, order = self._flushing.own_failure, self._flushing.order
+        is_news = failure is not None and order is not None and order.attempt == failure.attempt
+        if failure is not None and is_news and node_id == self._flushing.giver:
+            news.append(failure)
         return news + self._custody.missing_from(node_id)

@@ -285,8 +285,8 @@ class Trainers:
         self._settle(lease, shard.generation)
         failpoint("after_adopt")
 
-    def flush(self, generation: Generation | None, step: int | None) -> Generation:
-        return self._shell.flush(generation, step)
+    def flush(self, generation: Generation | None, step: int | None, urgent: bool) -> Generation:
+        return self._shell.flush(generation, step, urgent)
 
     def void(self, ticket: bytes, generation: Generation) -> None:
         lease = self._find(ticket)

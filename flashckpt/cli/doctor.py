@@ -107,7 +107,8 @@ def _settings(job: str | None, memory_dir: str | None, persist_dir: str | None) 
         name = jobs[0] if len(jobs) == 1 else "-"
         if len(jobs) > 1:
             note(f"{len(jobs)} jobs in {here}: name one with --job to look at its agent")
-    return resolve(CheckpointConfig(job=name, memory_dir=memory_dir, persist_dir=persist_dir))
+    # load_only: what the directory is like can be said without an agent.
+    return resolve(CheckpointConfig(job=name, memory_dir=memory_dir, persist_dir=persist_dir, load_only=True))
 
 
 def _held(settings: Settings) -> int:

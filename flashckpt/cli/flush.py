@@ -33,7 +33,7 @@ def command(job: str | None, memory_dir: str | None, as_json: bool, step: int | 
     names = selected_jobs(directory, job)
     if len(names) != 1:
         raise ConfigError(f"expected one job, found {len(names)}: {', '.join(names)}", hint="name it with --job")
-    generation = _ask(directory, names[0], step)
+    generation = _ask(directory, names[0], step, urgent=timeout > 0)
     status = _wait(directory, names[0], generation, timeout) if timeout > 0 else {}
     done = bool(status) and status["step"] == generation.step
     if as_json:
@@ -45,10 +45,10 @@ def command(job: str | None, memory_dir: str | None, as_json: bool, step: int | 
     sys.exit(OK if done or timeout <= 0 else FAILED)
 
 
-def _ask(memory_dir: str, job: str, step: int | None) -> Generation:
+def _ask(memory_dir: str, job: str, step: int | None, *, urgent: bool) -> Generation:
     from flashckpt.agent.start import ask_agent
 
-    return ask_agent(memory_dir, job, lambda client: client.flush(None, step), timeout=10.0)
+    return ask_agent(memory_dir, job, lambda client: client.flush(None, step, urgent=urgent), timeout=10.0)
 
 
 def _wait(memory_dir: str, job: str, generation: Generation, timeout: float) -> dict[str, Any]:

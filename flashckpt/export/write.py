@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 import shutil
+import time
 import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from flashckpt.errors import ConfigError, ExistsError, MissingKeyError
+from flashckpt.persist.names import IMPORTED
 from flashckpt.store.rename import rename_exchange
 
 if TYPE_CHECKING:
@@ -77,6 +79,10 @@ def export(
             torch.save(plan.everything(), os.path.join(aside, "model.pt"))
         else:
             _write_dcp(plan.everything(), aside)
+            if keep_part:
+                # In a job's persist_dir it counts as the job's: a person put it there.
+                with open(os.path.join(aside, IMPORTED), "w") as file:
+                    json.dump({"imported_at": time.time()}, file)
         files = tuple(sorted(os.listdir(aside)))
         size = sum(os.path.getsize(os.path.join(aside, name)) for name in files)
         _publish(aside, out)

@@ -15,10 +15,12 @@ import time
 from typing import Any
 
 from flashckpt.errors import FlashError
+from flashckpt.persist.hints import hint_of
 from flashckpt.persist.spec import decode_spec
+from flashckpt.persist.storage import open_storage
+from flashckpt.persist.tenancy import enter
 
 _ORPHANED = 77
-_NICE = 10
 _PROGRESS_SECONDS = 0.5
 
 
@@ -29,7 +31,6 @@ def main() -> int:
     logging.basicConfig(format="flusher: %(message)s", level=logging.INFO, stream=sys.stderr)
     line = sys.stdin.buffer.readline()
     threading.Thread(target=_end_with_the_agent, name="stdin", daemon=True).start()
-    os.nice(_NICE)
     _go_first_when_memory_is_short()
     lock = threading.Lock()
     done = [0, 0.0]  # bytes so far, when that was said
@@ -47,6 +48,8 @@ def main() -> int:
 
     try:
         spec = decode_spec(line)
+        # What can be seen to fail is told before torch is imported, which takes seconds.
+        enter(open_storage(spec.settings.directory), spec)
         import torch
 
         from flashckpt.persist.flush import flush
@@ -55,11 +58,12 @@ def main() -> int:
         say(state="begun")
         told = flush(spec, progress)
     except FlashError as error:
-        say(state="failed", reason=error.message, hint=error.hint, shard=_shard_of(error))
+        say(state="failed", reason=f"[{error.code}] {error.message}", hint=error.hint, shard=_shard_of(error))
         return 1
     except Exception as error:
-        logging.getLogger(__name__).exception("flush failed")
-        say(state="failed", reason=f"{type(error).__name__}: {error}", hint=_hint(error), shard=None)
+        if not isinstance(error, OSError):
+            logging.getLogger(__name__).exception("flush failed")
+        say(state="failed", reason=f"{type(error).__name__}: {error}", hint=hint_of(error), shard=None)
         return 1
     say(state="done", **told)
     return 0
@@ -81,10 +85,6 @@ def _shard_of(error: FlashError) -> int | None:
     """The rank whose shard turned out bad."""
     shard = error.fields.get("shard")
     return None if shard is None else int(shard.rank)
-
-
-def _hint(error: Exception) -> str:
-    return "free space in persist_dir, or keep fewer steps (keep_latest_k)" if isinstance(error, OSError) else ""
 
 
 if __name__ == "__main__":

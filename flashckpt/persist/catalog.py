@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 from flashckpt import native
 from flashckpt.errors import CorruptShardError
 from flashckpt.persist.meta import MAX_META_BYTES, Meta, decode_meta
-from flashckpt.persist.names import FENCE, META_JSON, METADATA, step_of
+from flashckpt.persist.names import FENCE, IMPORTED, META_JSON, METADATA, step_of
 from flashckpt.types import Fence, Generation
 
 if TYPE_CHECKING:
-    from flashckpt.persist.storage import Storage
+    from collections.abc import Mapping
+
+    from flashckpt.persist.storage import Entry, Storage
 
 _MAX_SMALL_BYTES = 4096
 
@@ -24,8 +26,10 @@ class Persisted:
 
     name: str
     step: int
-    meta: Meta | None  # None: a DCP checkpoint that somebody else wrote
+    meta: Meta | None  # None: a DCP checkpoint that somebody else wrote, or a damaged one
     problem: str  # why it can't be loaded; "" = it can
+    writer: str | None = None  # the job that wrote it; "": flashckpt, but it is not known which job; None: others
+    is_imported: bool = False  # by a person, with `flashckpt import`
 
     @property
     def generation(self) -> Generation:
@@ -51,23 +55,31 @@ def list_steps(storage: Storage) -> list[Persisted]:
 def look(storage: Storage, name: str, step: int) -> Persisted:
     """Whether a step is whole: its marker is there, and every file that meta.json lists has its size."""
     files = storage.list(name) or {}
+    # Nobody else names files so.
+    writer = "" if any(file.endswith(".flash") for file in files) else None
+    meta, problem = None, ""
+    if META_JSON in files:
+        try:
+            data = storage.read(f"{name}/{META_JSON}", 0, MAX_META_BYTES) or b""
+            meta = decode_meta(data, f"{storage.root}/{name}/{META_JSON}")
+            writer, problem = meta.job, _why_not_whole(meta, step, files)
+        except CorruptShardError as error:
+            problem = error.message
+    elif writer is not None:
+        problem = f"it has no {META_JSON}"
     if METADATA not in files:
-        return Persisted(name, step, None, f"it has no {METADATA}: it was never completed, or is being deleted")
-    if META_JSON not in files:
-        return Persisted(name, step, None, "")
-    try:
-        data = storage.read(f"{name}/{META_JSON}", 0, MAX_META_BYTES) or b""
-        meta = decode_meta(data, f"{storage.root}/{name}/{META_JSON}")
-    except CorruptShardError as error:
-        return Persisted(name, step, None, error.message)
+        problem = f"it has no {METADATA}: it was never completed, or is being deleted"
+    return Persisted(name, step, meta, problem, writer, IMPORTED in files)
+
+
+def _why_not_whole(meta: Meta, step: int, files: Mapping[str, Entry]) -> str:
     if meta.generation.step != step:
-        return Persisted(name, step, meta, f"meta.json says step {meta.generation.step}")
+        return f"meta.json says step {meta.generation.step}"
     for file, info in meta.files.items():
         size = files[file].size_bytes if file in files else None
         if size != info.size_bytes:
-            problem = f"{file}: expected {info.size_bytes} bytes, found {'none' if size is None else size}"
-            return Persisted(name, step, meta, problem)
-    return Persisted(name, step, meta, "")
+            return f"{file}: expected {info.size_bytes} bytes, found {'none' if size is None else size}"
+    return ""
 
 
 def damaged(storage: Storage, one: Persisted) -> list[str]:

@@ -17,7 +17,7 @@ import torch
 from flashckpt import __version__, native
 from flashckpt.errors import CorruptShardError, DeadlineError, FlashError, NotFoundError
 from flashckpt.failpoints import failpoint
-from flashckpt.persist.catalog import list_steps, look
+from flashckpt.persist.catalog import look
 from flashckpt.persist.exchange import Exchange
 from flashckpt.persist.index import encode_index
 from flashckpt.persist.meta import PERMANENT, FileInfo, Meta, encode_meta, json_part
@@ -36,6 +36,7 @@ from flashckpt.persist.names import (
 from flashckpt.persist.plan import plan
 from flashckpt.persist.retain import KeepRules, Lying, removable
 from flashckpt.persist.storage import is_url, open_storage
+from flashckpt.persist.tenancy import enter, look_around
 from flashckpt.persist.write import Shard, Written, write_files
 from flashckpt.store.slots import SlotStore
 from flashckpt.transport.throttle import Throttle
@@ -62,6 +63,7 @@ def flush(spec: FlushSpec, progress: Callable[[int], None] = lambda _: None) -> 
     began = time.monotonic()
     storage = open_storage(spec.settings.directory)
     failpoint("before_flush")
+    enter(storage, spec)
     if spec.coordinates:
         sweep(storage, spec.generation.step, spec.attempt)
     there = look(storage, step_name(spec.generation.step), spec.generation.step)
@@ -166,10 +168,10 @@ def retain(storage: Storage, spec: FlushSpec) -> None:
             one.step,
             one.order,
             good=not one.problem,
-            ours=one.meta is not None and one.meta.job == spec.job,
+            ours=not one.is_imported,  # a person put it there
             permanent=one.meta is not None and one.meta.extra.get(PERMANENT) is True,
         )
-        for one in list_steps(storage)
+        for one in look_around(storage, spec.job).ours
     ]
     for name, reason in removable(lying, rules, storage.latest(), {step_name(spec.generation.step)}).items():
         _log.info("removing %s/%s: %s", storage.root, name, reason)
@@ -254,7 +256,7 @@ def _write_checksums(storage: Storage, stage: Stage, written: Written) -> None:
 def _move_latest(storage: Storage, spec: FlushSpec) -> None:
     """Never back: an older step that was flushed on demand is not the latest."""
     name = step_name(spec.generation.step)
-    good = [one for one in list_steps(storage) if not one.problem]
+    good = [one for one in look_around(storage, spec.job).ours if not one.problem]
     mine = next((one for one in good if one.name == name), None)
     current = next((one for one in good if one.name == storage.latest()), None)
     if mine is not None and (current is None or current.order <= mine.order):

@@ -8,6 +8,8 @@ METADATA = ".metadata"  # DCP's index, and the commit marker: without it nothing
 META_JSON = "meta.json"
 LATEST = "latest"
 FENCE = "fence.json"
+IDENTITY = "flashckpt.json"  # whose directory it is
+IMPORTED = "flashckpt-import.json"  # in a step that a person imported
 
 # Keys of DCP must be the same on all ranks: what belongs to one rank alone is named after it.
 _PER_RANK = "__rank__"
@@ -16,7 +18,7 @@ _STEP = re.compile(r"step-(0|[1-9][0-9]{0,18})")
 # How others name the directory of a step.
 _FOREIGN_STEP = re.compile(r"(?:step[-_]?|checkpoint-)([0-9]{1,19})(?:_ckpt)?")
 _TEMPORARY = re.compile(r"step-(?:0|[1-9][0-9]{0,18})\.tmp-([0-9a-f]{16})")
-_ASIDE = re.compile(r"(latest|fence\.json)\.tmp-[0-9a-f]{16}")
+_ASIDE = re.compile(r"(latest|fence\.json|flashckpt\.json)\.tmp-[0-9a-f]{16}")
 _DATA = re.compile(r"__([0-9]{1,9})_")
 _SUFFIXED = re.compile(r"__.+-[0-9a-f]{16}\.(?:distcp|flash|json)")
 _DELETING = re.compile(r".+\.deleting-[0-9a-f]{16}")

@@ -5,19 +5,29 @@ What lies in persist_dir is looked at by rank 0 alone, and all ranks decide on w
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from flashckpt.errors import AmbiguousHistoryError, DeadlineError, FlashError, NotFoundError, UnusableError
+from flashckpt.errors import (
+    AmbiguousHistoryError,
+    DeadlineError,
+    FlashError,
+    NotFoundError,
+    PersistError,
+    UnusableError,
+)
 from flashckpt.load.agree import StepBackError, agree
 from flashckpt.load.choose import Choice
 from flashckpt.load.plan import Reader
-from flashckpt.persist.catalog import list_steps, read_fence, write_fence
+from flashckpt.persist.catalog import read_fence, write_fence
 from flashckpt.persist.foreign import open_for_manager
+from flashckpt.persist.names import step_of
 from flashckpt.persist.source import Source
 from flashckpt.persist.storage import open_storage
+from flashckpt.persist.tenancy import EMPTIED_HINT, check_place, look_around, whose, why_emptied
 from flashckpt.types import Fence, Generation, age_order
 from flashckpt.workers import begin_in_thread
 
@@ -49,9 +59,14 @@ class OnDisk:
 
 @dataclass(frozen=True, slots=True)
 class DiskInventory:
+    """What persist_dir has for this job."""
+
     steps: tuple[OnDisk, ...] = ()
     fence: Fence | None = None
-    problem: str = ""  # why persist_dir could not be looked at
+    problem: str = ""  # why nothing of persist_dir can be used
+    hint: str = ""  # what to do about that
+    foreign: tuple[tuple[int, str], ...] = ()  # steps that this job did not write, with whose they are
+    latest: str | None = None
 
     @property
     def highest_epoch(self) -> int:
@@ -65,39 +80,92 @@ class DiskChoice:
 
     candidates: tuple[OnDisk, ...]
     passed_over: tuple[str, ...]
+    suspects: tuple[OnDisk, ...] = ()  # of those passed over, the damaged ones
 
 
-def look_at(persist_dir: str, timeout: float) -> DiskInventory:
-    """Local. A directory that can't be read, or hangs, is a problem to decide upon, no error."""
+def look_at(
+    persist_dir: str, job: str, timeout: float, *, known: int | None = None, overwrite: bool = False
+) -> DiskInventory:
+    """Local. A directory that can't be read, or hangs, is a problem to decide upon, no error. `known` is the newest
+    step that a node remembers to lie there."""
     try:
-        return _within(timeout, f"listing {persist_dir}", lambda: _look(persist_dir))
+        return _within(timeout, f"listing {persist_dir}", lambda: _look(persist_dir, job, known, overwrite))
+    except PersistError as error:
+        return DiskInventory(problem=error.message, hint=error.hint)
     except (FlashError, OSError) as error:
         reason = error.message if isinstance(error, FlashError) else str(error)
         return DiskInventory(problem=f"{persist_dir} can't be read: {reason}")
 
 
-def _look(persist_dir: str) -> DiskInventory:
+def _look(persist_dir: str, job: str, known: int | None, overwrite: bool) -> DiskInventory:
+    check_place(persist_dir)
     storage = open_storage(persist_dir)
-    found = list_steps(storage)
-    return DiskInventory(tuple(OnDisk(one.name, one.generation, one.problem) for one in found), read_fence(storage))
+    tenancy = look_around(storage, job)
+    foreign = tuple((one.step, f"{one.name} of {whose(one)}") for one in tenancy.foreign)
+    problem, hint = why_emptied(tenancy, known), EMPTIED_HINT
+    if not problem and tenancy.is_others and not tenancy.ours and not overwrite:
+        problem, hint = tenancy.why_foreign(), _FOREIGN_HINT
+    if problem:
+        return DiskInventory(problem=problem, hint=hint, foreign=foreign)
+    steps = tuple(OnDisk(one.name, one.generation, one.problem) for one in tenancy.ours)
+    fence = None if tenancy.is_others else read_fence(storage)
+    with contextlib.suppress(OSError):  # which a flush reports
+        return DiskInventory(steps, fence, foreign=foreign, latest=storage.latest())
+    return DiskInventory(steps, fence, foreign=foreign)
 
 
-def take_disk_inventory(ground: Ground, persist_dir: str | None, timeout: float) -> DiskInventory:
-    """What rank 0 sees. Collective."""
+_FOREIGN_HINT = (
+    "name another persist_dir; or, if this is the same run, the same job name (job=…); or load(path=…) or "
+    "initial_load_path to start from one of its steps; load(allow_fresh=True) starts anew"
+)
+
+
+def take_disk_inventory(
+    ground: Ground, persist_dir: str | None, timeout: float, *, overwrite: bool = False
+) -> DiskInventory:
+    """What rank 0 sees, and what any node remembers. Collective."""
     if persist_dir is None:
         return DiskInventory()
 
+    def remember() -> bytes:
+        found = ground.store.read_persisted() if ground.is_leader else None
+        return b"" if found is None or found[0] != persist_dir else json.dumps(list(found[1])).encode()
+
+    doing = f"looking at {persist_dir}"
+    remembered = [json.loads(one) for one in agree(ground.group, ground.node, doing, remember) if one]
+    known = max((Generation(*one) for one in remembered), key=age_order, default=None)
+
     def take() -> bytes:
-        return _encode(look_at(persist_dir, timeout)) if ground.rank == 0 else b""
+        if ground.rank != 0:
+            return b""
+        step = None if known is None else known.step
+        return _encode(look_at(persist_dir, ground.job, timeout, known=step, overwrite=overwrite))
 
-    return _decode(agree(ground.group, ground.node, f"looking at {persist_dir}", take)[0])
+    found = _decode(agree(ground.group, ground.node, doing, take)[0])
+    if ground.rank == 0:
+        if found.problem:
+            log.warning("%s", found.problem)
+        elif found.foreign:
+            log.warning(
+                "%s: not this job's, and left alone: %s; load(path=…) or initial_load_path takes one of them",
+                persist_dir,
+                ", ".join(what for _, what in found.foreign[-4:]),
+            )
+    return found
 
 
-def remember_fence(persist_dir: str, fence: Fence, timeout: float) -> None:
+def remember_fence(persist_dir: str, job: str, fence: Fence, timeout: float) -> None:
     """Keeps what a load left behind, for the day when no memory is left that remembers it. Local, and no error: memory
-    has it already."""
+    has it already. Not where the directory is another job's."""
+
+    def write() -> None:
+        storage = open_storage(persist_dir)
+        tenancy = look_around(storage, job)
+        if tenancy.ours and not tenancy.is_others:
+            write_fence(storage, fence)
+
     try:
-        _within(timeout, f"writing to {persist_dir}", lambda: write_fence(open_storage(persist_dir), fence))
+        _within(timeout, f"writing to {persist_dir}", write)
     except (FlashError, OSError) as error:
         log.warning("%s: the fence of step %d could not be kept there: %s", persist_dir, fence.step, error)
 
@@ -105,12 +173,20 @@ def remember_fence(persist_dir: str, fence: Fence, timeout: float) -> None:
 def choose_on_disk(inventory: DiskInventory, fence: Fence | None, step: int | None) -> DiskChoice:
     """Newest first: what is whole and not fenced; with `step`, only that one. Pure, alike on all ranks."""
     candidates: list[OnDisk] = []
+    suspects: list[OnDisk] = []
     passed_over = [inventory.problem] if inventory.problem else []
+    names = {one.name for one in inventory.steps}
+    if inventory.latest is not None and step_of(inventory.latest) is not None and inventory.latest not in names:
+        lacking = OnDisk(inventory.latest, Generation(0, 0, step_of(inventory.latest) or 0, 0), _GONE)
+        if all(f"{lacking.name} of " not in what for _, what in inventory.foreign):
+            suspects.append(lacking)
+            passed_over.append(f"{lacking.name} on disk: {_GONE}")
     for one in inventory.steps:
         if fence is not None and fence.kills(one.generation):
             passed_over.append(f"{one.name} on disk: fenced: step {fence.step} was loaded at epoch {fence.epoch}")
         elif one.problem:
             passed_over.append(f"{one.name} on disk: {one.problem}")
+            suspects.append(one)
         elif step is None or one.generation.step == step:
             candidates.append(one)
     candidates.sort(key=lambda one: age_order(one.generation), reverse=True)
@@ -124,7 +200,25 @@ def choose_on_disk(inventory: DiskInventory, fence: Fence | None, step: int | No
                     hint="load the one you mean with load(step=…), or remove the other",
                     steps=(newest.step, other.generation.step),
                 )
-    return DiskChoice(tuple(candidates), tuple(passed_over))
+    return DiskChoice(tuple(candidates), tuple(passed_over), tuple(suspects))
+
+
+_GONE = "`latest` names it, and it is not there"
+
+
+def _stepped_over(disk: DiskInventory, choice: DiskChoice, loaded: Generation) -> list[str]:
+    """Return what on disk is newer than what was loaded and can't be used. Logs each.
+
+    If a damaged step does not say of which launch it is, its number decides.
+    """
+    found = [disk.problem] if disk.problem else []
+    for one in choice.suspects:
+        unknown = one.generation.epoch == 0
+        if one.generation.step > loaded.step if unknown else age_order(one.generation) > age_order(loaded):
+            found.append(f"{one.name} on disk: {one.problem}")
+    for reason in found:
+        log.warning("step %d is loaded instead of what is newer: %s", loaded.step, reason)
+    return found
 
 
 def newer_fence(one: Fence | None, other: Fence | None) -> Fence | None:
@@ -219,20 +313,27 @@ def load_newest(
         dead = [g for g in choice.candidates if disk.fence.kills(g)]
         choice = replace(choice, candidates=tuple(g for g in choice.candidates if g not in dead))
     problems: list[str] = []
+
+    def newer(result: LoadResult) -> LoadResult:
+        on_disk_newer = _stepped_over(disk, on_disk, result.generation) if request.step is None else []
+        return replace(result, stepped_over=(*problems, *result.stepped_over, *on_disk_newer))
+
     for turn in _in_order(choice.candidates, on_disk.candidates):
         try:
             if isinstance(turn, OnDisk):
                 opener = Source if request.screen is None else open_for_manager
                 result = recovery.load_from(DiskAttempt(ground, persist_dir, turn, opener), state_dict, request)
-                problems = [f"{g}: {why}" for g, why in choice.passed_over if age_order(g) > age_order(turn.generation)]
-                return replace(result, stepped_over=(*problems, *result.stepped_over))
+                problems += [
+                    f"{g}: {why}" for g, why in choice.passed_over if age_order(g) > age_order(turn.generation)
+                ]
+                return newer(result)
             found = recovery.load(memory, replace(choice, candidates=turn), state_dict, request)
         except (StepBackError, UnusableError) as error:
             log.warning("%s; trying what is older", error.message)
             problems.append(error.message)
         else:
-            return found
-    raise _nothing(missing, choice, on_disk, problems, request.step)
+            return None if found is None else newer(found)
+    raise _nothing(missing, choice, disk, on_disk, problems, request.step)
 
 
 def _in_order(memory: tuple[Generation, ...], disk: tuple[OnDisk, ...]) -> Iterator[tuple[Generation, ...] | OnDisk]:
@@ -249,15 +350,25 @@ def _in_order(memory: tuple[Generation, ...], disk: tuple[OnDisk, ...]) -> Itera
 
 
 def _nothing(
-    missing: NotFoundError | None, choice: Choice, on_disk: DiskChoice, problems: list[str], step: int | None
+    missing: NotFoundError | None,
+    choice: Choice,
+    disk: DiskInventory,
+    on_disk: DiskChoice,
+    problems: list[str],
+    step: int | None,
 ) -> FlashError:
     reasons = [*problems, *on_disk.passed_over, *(f"{generation}: {why}" for generation, why in choice.passed_over)]
     if step is not None and not problems:
+        foreign = [f"{what} is not written by this job" for number, what in disk.foreign if number == step]
+        why = "".join(f"; {one}" for one in (disk.problem, *foreign) if one)
+        hint = "load(path=…) loads it" if foreign else ""
         if missing is not None:
-            return NotFoundError(f"{missing.message}; nor on disk", hint=missing.hint, step=step, parts=True)
-        return NotFoundError(f"step {step}: neither in memory nor on disk", step=step, parts=True)
+            found = f"{missing.message}; nor on disk{why}"
+            return NotFoundError(found, hint=hint or missing.hint, step=step, parts=True)
+        found = f"step {step}: neither in memory nor on disk{why}"
+        return NotFoundError(found, hint=hint, step=step, parts=True)
     listed = "".join(f"\n  - {reason}" for reason in reasons[:16])
-    return UnusableError(f"something was saved, but nothing of it is usable:{listed}", parts=True)
+    return UnusableError(f"something was saved, but nothing of it is usable:{listed}", hint=disk.hint, parts=True)
 
 
 def _within(timeout: float, what: str, call: Callable[[], T]) -> T:
@@ -275,6 +386,9 @@ def _encode(inventory: DiskInventory) -> bytes:
             "steps": [[one.name, list(one.generation), one.problem] for one in inventory.steps],
             "fence": None if fence is None else [fence.step, fence.epoch, fence.nonce],
             "problem": inventory.problem,
+            "hint": inventory.hint,
+            "foreign": [list(one) for one in inventory.foreign],
+            "latest": inventory.latest,
         }
     ).encode()
 
@@ -282,4 +396,11 @@ def _encode(inventory: DiskInventory) -> bytes:
 def _decode(data: bytes) -> DiskInventory:
     found = json.loads(data)
     steps = tuple(OnDisk(name, Generation(*generation), problem) for name, generation, problem in found["steps"])
-    return DiskInventory(steps, None if found["fence"] is None else Fence(*found["fence"]), found["problem"])
+    return DiskInventory(
+        steps,
+        None if found["fence"] is None else Fence(*found["fence"]),
+        found["problem"],
+        found["hint"],
+        tuple((step, what) for step, what in found["foreign"]),
+        found["latest"],
+    )

@@ -39,12 +39,12 @@ def removable(
 ) -> dict[str, str]:
     """Names to remove, oldest first, each with the reason."""
     found = sorted(lying, key=lambda one: one.order)
-    good = [one for one in found if one.good]
+    good = [one for one in found if one.good and one.ours]
     newest = good[-1].name if good else None
     protected = {latest, newest, *busy}
     if rules.latest_k == 0:
         return {}
-    counted = [one for one in good if one.ours and not one.permanent and not is_permanent(one.step, rules)]
+    counted = [one for one in good if not one.permanent and not is_permanent(one.step, rules)]
     kept = {one.name for one in counted[-rules.latest_k :]}
     return {
         one.name: f"{rules.latest_k} newer steps are kept"

@@ -24,6 +24,8 @@ class FlushSpec:
     attempt: str  # 16 hexadecimal digits that all nodes of this attempt share
     reason: str
     settings: PersistSettings
+    urgent: bool = False  # somebody waits for it: it does not step back behind the training
+    known: int | None = None  # the newest step that this node remembers to lie there; None: it knows of none
 
     @property
     def ranks(self) -> tuple[int, ...]:

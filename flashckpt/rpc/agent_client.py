@@ -159,12 +159,16 @@ class AgentClient:
             lambda: agent_pb2.SealedRequest(shard=convert.to_shard(shard), tag=tag, slot_id=slot_id),
         )
 
-    def flush(self, generation: Generation | None = None, step: int | None = None) -> Generation:
+    def flush(
+        self, generation: Generation | None = None, step: int | None = None, *, urgent: bool = False
+    ) -> Generation:
         """What is going to be flushed. NotFoundError where it is not in memory."""
         data = self._call(
             "Flush",
             b"",
-            lambda: agent_pb2.FlushRequest(generation=convert.maybe(generation, convert.to_generation), step=step),
+            lambda: agent_pb2.FlushRequest(
+                generation=convert.maybe(generation, convert.to_generation), step=step, urgent=urgent
+            ),
         )
         answer = convert.parse(agent_pb2.FlushResponse, data, "Flush's answer")
         return convert.needed(answer, "generation", convert.from_generation)

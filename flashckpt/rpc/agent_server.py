@@ -194,7 +194,7 @@ class AgentServer:
         request = convert.parse(agent_pb2.FlushRequest, data, "Flush")
         generation = convert.optional(request, "generation", convert.from_generation)
         step = request.step if request.HasField("step") else None
-        flushed = self._api.flush(generation, step)
+        flushed = self._api.flush(generation, step, request.urgent)
         return agent_pb2.FlushResponse(generation=convert.to_generation(flushed)).SerializeToString()
 
     def _void(self, data: bytes, call: Call) -> bytes:

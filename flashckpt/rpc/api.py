@@ -76,11 +76,13 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A generation got somewhere, or never will (level NONE, with the reason)."""
+    """A generation got somewhere, or never will (level NONE, with the reason); or its flush failed, and is tried
+    again."""
 
     generation: Generation
     level: Level
     reason: str = ""
+    flush_problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +160,9 @@ class AgentApi(Protocol):
 
     def sealed(self, ticket: bytes, shard: ShardId, tag: int, slot_id: int) -> None: ...
 
-    def flush(self, generation: Generation | None, step: int | None) -> Generation:
-        """What is going to be flushed: the one that is named, that of the step, or the newest committed one."""
+    def flush(self, generation: Generation | None, step: int | None, urgent: bool) -> Generation:
+        """What is going to be flushed: the one that is named, that of the step, or the newest committed one. `urgent`:
+        somebody waits for it."""
 
     def void(self, ticket: bytes, generation: Generation) -> None: ...
 

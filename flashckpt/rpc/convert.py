@@ -249,6 +249,7 @@ def from_persist(message: agent_pb2.PersistSettings) -> PersistSettings:
         keep_steps=tuple(_integer(step, "keep_steps") for step in keep_steps),
         on_exit=message.on_exit,
         drain_timeout=message.drain_timeout,
+        overwrite=message.overwrite,
     )
 
 
@@ -324,6 +325,7 @@ def to_progress(progress: Progress | Overtaken) -> agent_pb2.WatchResponse:
         generation=to_generation(progress.generation),
         level=agent_pb2.Level.Name(progress.level),
         reason=shorten(progress.reason, _MAX_TEXT_BYTES),
+        flush_problem=shorten(progress.flush_problem, _MAX_TEXT_BYTES),
     )
 
 
@@ -335,7 +337,7 @@ def from_progress(message: agent_pb2.WatchResponse) -> Progress | Overtaken:
         level = Level(message.level)
     except ValueError as error:
         raise _refused("level", "a known value", message.level) from error
-    return Progress(generation, level, printable(message.reason))
+    return Progress(generation, level, printable(message.reason), printable(message.flush_problem))
 
 
 # --- between agents
@@ -380,21 +382,25 @@ def to_envelope(envelope: wire.Envelope, receiver: str) -> peer_pb2.TellRequest:
             request.report.CopyFrom(peer_pb2.Report(shard=to_shard(shard), digest=digest, holders=holders))
         case wire.GiveUp(generation):
             request.give_up.CopyFrom(peer_pb2.GiveUp(generation=to_generation(generation)))
-        case wire.Announce(record, voids, order, persisted):
+        case wire.Announce(record, voids, order, persisted, failure):
             announce = peer_pb2.Announce(
                 record=maybe(record, to_record),
                 voids=map(to_generation, voids),
                 flush=maybe(order, to_order),
                 persisted=maybe(persisted, to_generation),
+                failure=maybe(failure, to_failure),
             )
             request.announce.CopyFrom(announce)
         case wire.Lost(shard):
             request.lost.CopyFrom(peer_pb2.Lost(shard=to_shard(shard)))
         case wire.Want(shard, digest):
             request.want.CopyFrom(peer_pb2.Want(shard=to_shard(shard), digest=digest))
-        case wire.Persist(generation, reason):
+        case wire.Persist(generation, reason, urgent):
             text = shorten(reason, _MAX_TEXT_BYTES)
-            request.persist.CopyFrom(peer_pb2.Persist(generation=to_generation(generation), reason=text))
+            wanted = peer_pb2.Persist(generation=to_generation(generation), reason=text, urgent=urgent)
+            request.persist.CopyFrom(wanted)
+        case wire.FlushFailure():
+            request.flush_failed.CopyFrom(to_failure(envelope.body))
         case wire.Holds():
             request.holds.CopyFrom(_to_holds(envelope.body))
     return request
@@ -428,6 +434,7 @@ def _body(message: peer_pb2.TellRequest) -> wire.Body:
                 _generations(announce.voids),
                 optional(announce, "flush", from_order),
                 optional(announce, "persisted", from_generation),
+                optional(announce, "failure", from_failure),
             )
         case "lost":
             return wire.Lost(needed(message.lost, "shard", from_shard))
@@ -435,7 +442,10 @@ def _body(message: peer_pb2.TellRequest) -> wire.Body:
             return wire.Want(needed(message.want, "shard", from_shard), digest16(message.want.digest))
         case "persist":
             reason = _line(message.persist.reason, "reason")
-            return wire.Persist(needed(message.persist, "generation", from_generation), reason)
+            generation = needed(message.persist, "generation", from_generation)
+            return wire.Persist(generation, reason, message.persist.urgent)
+        case "flush_failed":
+            return from_failure(message.flush_failed)
         case "holds":
             return _from_holds(message.holds)
         case _:
@@ -451,6 +461,7 @@ def to_answer(answer: wire.Answer) -> peer_pb2.TellResponse:
         refused=shorten(answer.refused, _MAX_TEXT_BYTES),
         flush=maybe(answer.flush, to_order),
         persisted=maybe(answer.persisted, to_generation),
+        failure=maybe(answer.failure, to_failure),
         base=maybe(answer.base, to_generation),
         health=maybe(answer.health, _to_health),
         copies=map(_to_copy, answer.copies),
@@ -463,7 +474,23 @@ def to_order(order: wire.FlushOrder) -> peer_pb2.FlushOrder:
         attempt=order.attempt,
         reason=shorten(order.reason, _MAX_TEXT_BYTES),
         down=order.down,
+        urgent=order.urgent,
     )
+
+
+def to_failure(failure: wire.FlushFailure) -> peer_pb2.FlushFailure:
+    return peer_pb2.FlushFailure(
+        generation=to_generation(failure.generation),
+        attempt=failure.attempt,
+        reason=shorten(failure.reason, _MAX_TEXT_BYTES),
+    )
+
+
+def from_failure(message: peer_pb2.FlushFailure) -> wire.FlushFailure:
+    if not message.attempt:
+        raise _refused("attempt", "a number above 0", message.attempt)
+    generation = needed(message, "generation", from_generation)
+    return wire.FlushFailure(generation, message.attempt, _line(message.reason, "reason"))
 
 
 def from_order(message: peer_pb2.FlushOrder) -> wire.FlushOrder:
@@ -471,7 +498,7 @@ def from_order(message: peer_pb2.FlushOrder) -> wire.FlushOrder:
         raise _refused("attempt", "a number above 0", message.attempt)
     down = tuple(name(one, "down") for one in _bounded(message.down, "down", _MAX_MEMBERS))
     generation = needed(message, "generation", from_generation)
-    return wire.FlushOrder(generation, message.attempt, _line(message.reason, "reason"), down)
+    return wire.FlushOrder(generation, message.attempt, _line(message.reason, "reason"), down, message.urgent)
 
 
 def from_answer(message: peer_pb2.TellResponse) -> wire.Answer:
@@ -483,6 +510,7 @@ def from_answer(message: peer_pb2.TellResponse) -> wire.Answer:
         _line(message.refused, "refused"),
         optional(message, "flush", from_order),
         optional(message, "persisted", from_generation),
+        optional(message, "failure", from_failure),
         optional(message, "base", from_generation),
         optional(message, "health", _from_health),
         tuple(map(_from_copy, _bounded(message.copies, "copies", _MAX_COPIES))),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from flashckpt.errors import ConfigError, FencedError, FlashError, NotFoundError
 from flashckpt.placement import place
 from flashckpt.rpc.api import Overtaken
+from flashckpt.save.flush_news import FlushNews
 from flashckpt.save.slots import lacking
 from flashckpt.types import Launch, Level, Session, age_order
 from flashckpt.workers import Pending, Worker
@@ -51,6 +52,7 @@ class AgentSlots:
         self._begun: tuple[Launch, bytes] | None = None  # the launch that this lease's agent knows we are in
         self.memory: SlotMemory | None = None
         self.on_overtaken: Callable[[str], None] = lambda reason: None
+        self.flushes = FlushNews()
         self._told: Pending[None] | None = None  # the last message to the agent that is sent in the background
         self._lock = threading.Lock()  # protects what follows: the link's thread brings news
         self._handles: weakref.WeakValueDictionary[Generation, SaveHandle] = weakref.WeakValueDictionary()
@@ -155,15 +157,16 @@ class AgentSlots:
     def _offer_flush(self, handle: SaveHandle) -> None:
         known, generation = weakref.ref(handle), handle.generation
 
-        def ask() -> None:
+        def ask(urgent: bool) -> None:
             try:
-                self._ask_flush(generation, None)
+                self._ask_flush(generation, None, urgent=urgent)
             except NotFoundError as error:
                 waiting = known()
                 if waiting is not None:
                     waiting.stop(error.message)
 
         handle.ask_persist = ask
+        handle.flush_problem = lambda: self.flushes.problem
 
     def flush(self, step: int | None) -> Generation:
         if self._session.persist is None:
@@ -173,10 +176,12 @@ class AgentSlots:
         # What this rank saved last may not be committed yet, and is meant all the same.
         return self._ask_flush(saved, step)
 
-    def _ask_flush(self, generation: Generation | None, step: int | None) -> Generation:
+    def _ask_flush(self, generation: Generation | None, step: int | None, *, urgent: bool = False) -> Generation:
         self._wait_until_told(time.monotonic() + self._config.save_timeout)
         return self._link.call(
-            lambda client, _, __: client.flush(generation, step), self._config.save_timeout, "asking for a flush"
+            lambda client, _, __: client.flush(generation, step, urgent=urgent),
+            self._config.save_timeout,
+            "asking for a flush",
         )
 
     def put_fence(self, fence: Fence, base: Generation | None) -> None:
@@ -223,6 +228,15 @@ class AgentSlots:
             if self.launch.is_older_than(progress.launch):
                 self.on_overtaken(progress.reason)
             return
+        if progress.flush_problem:
+            self.flushes.failed(progress.generation.step, progress.flush_problem)
+            with self._lock:
+                waiting = list(self._handles.values())
+            for one in waiting:
+                one.flush_failed(progress.flush_problem)
+            return
+        if progress.level is Level.PERSISTED:
+            self.flushes.done(progress.generation.step)
         with self._lock:
             handle = self._handles.get(progress.generation)
             overtaken = [

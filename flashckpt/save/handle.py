@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from concurrent.futures import Future
+import weakref
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from flashckpt.errors import ConfigError, DeadlineError
+from flashckpt.errors import ConfigError, DeadlineError, FlashError, PersistError
 from flashckpt.types import Generation, Level, Outcome
-from flashckpt.workers import Changed
+from flashckpt.workers import Changed, begin_in_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,13 +50,16 @@ class SaveHandle:
         self.blocked_seconds = 0.0  # seconds that the training thread was held, in save() and at the gate
         self.proof_seconds = 0.0  # part of blocked_seconds: version counters and checksums (save/deferred.py)
         self.staging_completion: Future[None] = Future()
-        self.upload_completion: Future[None] = Future()
         self.reason = ""
         self._highest = highest  # the level in memory that this launch can bring a generation to
         self._persists = persists  # whether there is a persistent tier
-        self.ask_persist: Callable[[], None] | None = None  # asks for a flush, once somebody waits for it
+        self.ask_persist: Callable[[bool], None] | None = None  # asks for a flush; True: somebody waits for it
+        self.flush_problem: Callable[[], str] = str  # why the last flush failed; "" = it did not, or there was none
         self.before_pass: Callable[[], None] | None = None  # called once, before the gate opens
         self.queued: Queued | None = None
+        self._upload: weakref.ref[Upload] | None = None
+        self._upload_is_wanted = False  # somebody waits for `upload_completion`
+        self._error: Exception | None = None  # that the save ended with
         self._given_up = False  # the tensors may change before they are copied: the shard must not be sealed
         self._stopped = ""  # why it will never get further than it is
         self._level = Level.NONE
@@ -93,7 +98,7 @@ class SaveHandle:
         if wanted is Level.PERSISTED and self._level < wanted:
             # An overlapped save can be asked for once it is sealed.
             self._changed.wait_for(lambda: self._outcome is not None, timeout)
-            self.request_persist()
+            self.request_persist(urgent=True)
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         ended = self._changed.wait_for(
             lambda: self._level >= wanted or bool(self._stopped) or self._outcome not in (None, Outcome.OK),
@@ -106,10 +111,13 @@ class SaveHandle:
         if ended:
             self.before_pass = None  # a caller that has waited may change tensors without the gate
         if not ended:
+            problem = self.flush_problem() if wanted is Level.PERSISTED else ""
+            why = f"; the last flush failed: {problem}" if problem else ""
             raise DeadlineError(
                 f"step {self.step}: expected level {wanted.name.lower()} within {timeout} s, "
-                f"found {self._level.name.lower()}",
+                f"found {self._level.name.lower()}{why}",
                 step=self.step,
+                problem=problem,
             )
         return self._outcome or Outcome.OK
 
@@ -132,11 +140,14 @@ class SaveHandle:
         """Whether it can be brought to persist_dir."""
         return self._persists
 
-    def request_persist(self) -> bool:
-        """Asks for a flush, without waiting. False: it is not sealed yet, or there is nobody to ask."""
+    def request_persist(self, *, urgent: bool = False) -> bool:
+        """Asks for a flush, without waiting. False: it is not sealed yet, or there is nobody to ask.
+
+        An urgent one does not step back behind the training.
+        """
         if self._outcome is not Outcome.OK or self.ask_persist is None:
             return False
-        self.ask_persist()
+        self.ask_persist(urgent)
         return True
 
     def has_reached(self, level: Level) -> bool:
@@ -150,6 +161,36 @@ class SaveHandle:
             self._changed.notify_all()
         if level >= Level.STAGED and not self.staging_completion.done():
             self.staging_completion.set_result(None)
+        self._settle_upload()
+
+    @property
+    def upload_completion(self) -> Future[None]:
+        """Done once the save is persisted. See `Upload`."""
+        with self._changed:
+            upload = self._upload() if self._upload is not None else None
+            if upload is None or upload.done():  # it may have ended with a flush that failed and succeeded later
+                upload = Upload(self)
+                self._upload = weakref.ref(upload)
+        self._settle_upload()
+        return upload
+
+    def _settle_upload(self) -> None:
+        """Complete `upload_completion` once the save got as far as it can, or never will."""
+        upload = self._upload() if self._upload is not None else None
+        if upload is None:
+            return
+        with self._changed:
+            goal = Level.PERSISTED if self._persists else self._highest
+            failed = self._outcome not in (None, Outcome.OK)
+            done = failed or (self._outcome is Outcome.OK and self._level >= goal)
+            stopped, error = self._stopped, self._error
+        if done:
+            _complete(upload, error)
+        elif stopped:
+            reason = f"step {self.step} did not get further than {self._level.name.lower()}: {stopped}"
+            _complete(upload, PersistError(reason, step=self.step))
+        if upload.done():
+            _awaited.discard(upload)
 
     def _reach(self, level: Level) -> None:
         now = time.time()
@@ -191,24 +232,88 @@ class SaveHandle:
         with self._changed:
             self._stopped = self._stopped or reason or "given up"
             self._changed.notify_all()
+        self._settle_upload()
 
     def finish(self, outcome: Outcome, reason: str, error: Exception | None = None) -> None:
         """Ends the save. The futures carry `error` where it failed."""
         with self._changed:
-            self._outcome, self.reason = outcome, reason
+            self._outcome, self.reason, self._error = outcome, reason, error
             self._changed.notify_all()
-        for future in (self.staging_completion, self.upload_completion):
-            if future.done():
-                continue
-            if error is None:
-                future.set_result(None)
-            else:
-                future.set_exception(error)
+        _complete(self.staging_completion, error)
+        self._settle_upload()
+        if outcome is Outcome.OK and self._upload_is_wanted:
+            self.want_upload()
+
+    def flush_failed(self, reason: str) -> None:
+        """A flush failed: whoever waits for `upload_completion` hears of it. The flush is tried again all the same."""
+        upload = self._upload() if self._upload is not None else None
+        if upload is not None and self._upload_is_wanted and self._level < Level.PERSISTED:
+            hint = 'handle.wait("persisted") waits for the next attempts'
+            _complete(upload, PersistError(f"step {self.step}: {reason}", hint=hint, step=self.step))
+            _awaited.discard(upload)
+
+    def want_upload(self) -> None:
+        """Somebody waits for `upload_completion`: ask for a flush, as to wait for "persisted" does. Does not wait."""
+        self._upload_is_wanted = True
+        if self._persists and self._outcome is Outcome.OK and self._level < Level.PERSISTED and not self._stopped:
+            begin_in_thread(self._ask_for_upload, "flashckpt-upload")
+
+    def _ask_for_upload(self) -> None:
+        try:
+            self.request_persist(urgent=True)
+        except (FlashError, OSError) as error:
+            self.stop(f"it could not be asked for: {error}")
 
     def __repr__(self) -> str:
         outcome = self._outcome.value if self._outcome else "under way"
         reason = f", {self.reason}" if self.reason else ""
         return f"<SaveHandle step {self.step}: {self._level.name.lower()}, {outcome}{reason}>"
+
+
+class Upload(Future[None]):
+    """Done once the save is persisted, or without persist_dir, at the highest level that its launch reaches in memory.
+
+    Carries a PersistError where it never will be. To wait for it, or to add a callback, asks for a flush: without that,
+    a step that is not due would never be flushed.
+    """
+
+    def __init__(self, handle: SaveHandle) -> None:
+        super().__init__()
+        self._handle = handle  # which holds this one by a weak reference
+
+    def result(self, timeout: float | None = None) -> None:
+        self._want()
+        super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._want()
+        return super().exception(timeout)
+
+    def add_done_callback(self, fn: Callable[[Future[None]], object]) -> None:
+        super().add_done_callback(fn)
+        self._want()
+
+    def _want(self) -> None:
+        if not self.done():
+            # IMPORTANT: a callback is called also where the caller keeps neither this future nor the handle.
+            _awaited.add(self)
+            self._handle.want_upload()
+            if self.done():
+                _awaited.discard(self)
+
+
+_awaited: set[Upload] = set()
+
+
+def _complete(future: Future[None], error: Exception | None) -> None:
+    """Once; what comes later changes nothing."""
+    with contextlib.suppress(InvalidStateError):
+        if future.done():
+            return
+        if error is None:
+            future.set_result(None)
+        else:
+            future.set_exception(error)
 
 
 def _parse_level(level: str | Level) -> Level:

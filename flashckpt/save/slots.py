@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from flashckpt.errors import BusyError, ConfigError, FlashError
 from flashckpt.failpoints import failpoint
+from flashckpt.save.flush_news import FlushNews
 from flashckpt.save.retention import State, Verdict, judge, releasable
 from flashckpt.store.owner import Owner, is_dead
 from flashckpt.types import age_order
@@ -48,6 +49,9 @@ class Slots(Protocol):
 
     on_overtaken: Callable[[str], None]
     """Called, in any thread, with the reason, once a newer launch has taken the job over from this one."""
+
+    flushes: FlushNews
+    """What becomes of flushes to persist_dir."""
 
     @property
     def launch(self) -> Launch:
@@ -105,6 +109,7 @@ class OwnSlots:
         self._trimmed = False
         self.memory: SlotMemory | None = None
         self.on_overtaken: Callable[[str], None] = lambda reason: None
+        self.flushes = FlushNews()
 
     @property
     def launch(self) -> Launch:

@@ -10,7 +10,7 @@ import stat
 from typing import TYPE_CHECKING
 
 from flashckpt.errors import ClosedError, ConflictError, NoSpaceError
-from flashckpt.store import fence, losses, records, reserve, secret_files, session, voids
+from flashckpt.store import fence, losses, persisted, records, reserve, secret_files, session, voids
 from flashckpt.store.names import check_plain_name
 from flashckpt.store.owner import Owner
 from flashckpt.store.room import raise_if_full
@@ -100,6 +100,20 @@ class JobFiles:
     def remove_past_session(self, launch: Launch) -> bool:
         self._check_usable()
         return session.remove_past(self._directory, launch)
+
+    def read_persisted(self) -> tuple[str, Generation] | None:
+        """(persist_dir, generation) of the newest step known to be there; None where nothing is known."""
+        self._check_usable()
+        return persisted.read_persisted(self._directory)
+
+    def write_persisted(self, persist_dir: str, generation: Generation) -> None:
+        with self._writing_small():
+            persisted.write_persisted(self._directory, persist_dir, generation, self._owner)
+
+    def forget_persisted(self) -> bool:
+        """Return whether there was something to forget."""
+        self._check_usable()
+        return persisted.forget_persisted(self._directory)
 
     def write_record(self, record: Record) -> None:
         """Keeps the newest four; of those, what the fence kills goes first."""

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from flashckpt.errors import ConfigError, ExistsError, NotFoundError
-from flashckpt.persist.catalog import list_steps
-from flashckpt.persist.names import FENCE, LATEST, META_JSON, METADATA, step_name, step_of
+from flashckpt.persist.names import FENCE, IDENTITY, IMPORTED, LATEST, META_JSON, METADATA, step_name, step_of
 from flashckpt.persist.storage import open_storage
+from flashckpt.persist.tenancy import look_around
 
-_OURS = (FENCE, LATEST, META_JSON, METADATA)
+_OURS = (FENCE, IDENTITY, IMPORTED, LATEST, META_JSON, METADATA)
 
 
-def persisted_steps(persist_dir: str | None) -> set[int]:
-    """Steps that are whole in persist_dir."""
+def persisted_steps(persist_dir: str | None, job: str) -> set[int]:
+    """Steps of this job that are whole in persist_dir."""
     if persist_dir is None:
         return set()
-    return {one.step for one in list_steps(open_storage(persist_dir)) if not one.problem}
+    return {one.step for one in look_around(open_storage(persist_dir), job).ours if not one.problem}
 
 
 def write_file(

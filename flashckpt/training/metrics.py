@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from flashckpt.load.result import LoadResult
+    from flashckpt.save.flush_news import FlushNews
     from flashckpt.save.handle import SaveHandle
 
 log = logging.getLogger(__name__)
@@ -25,8 +26,8 @@ _LEVELS = (Level.STAGED, Level.SEALED, Level.REPLICATED, Level.PERSISTED)
 class Event:
     """Something that happened to one step. Sent on the training thread, at the call that follows it."""
 
-    # "saved", "held" (optimizer.step() had to wait), a level that was reached, "failed" (also once when another launch
-    # has taken the job over), "skipped", "loaded"
+    # "saved", "held" (optimizer.step() had to wait), a level that was reached, "failed" (a save or a flush; also once when
+    # another launch has taken the job over), "skipped", "loaded"
     kind: str
     step: int
     seconds: float = 0.0  # what it took: of the training thread for "saved" and "held", since the save for a level
@@ -46,6 +47,8 @@ class Metrics:
     age_seconds: dict[str, float] = field(default_factory=dict)  # of the newest generation at each level
     load_seconds: float = 0.0
     overtaken: str = ""  # why no save counts any more: another launch has taken the job over
+    flushes: dict[str, int] = field(default_factory=dict)  # to persist_dir: "done" and "failed"
+    flush_problem: str = ""  # why the last flush failed; "" = it did not, or there was none
 
 
 class Recorder:
@@ -53,6 +56,8 @@ class Recorder:
 
     def __init__(self, on_event: Callable[[Event], None] | None) -> None:
         self._on_event = on_event
+        self.flush_news: FlushNews | None = None
+        self._flushes = {"done": 0, "failed": 0}
         self._recent: deque[_Followed] = deque(maxlen=_REMEMBERED)
         self._saves = {outcome.value: 0 for outcome in Outcome}
         self._blocked = 0.0
@@ -83,6 +88,10 @@ class Recorder:
 
     def poll(self) -> None:
         """Takes note of what happened in the background."""
+        for end in self.flush_news.take() if self.flush_news is not None else ():
+            self._flushes["failed" if end.reason else "done"] += 1
+            if end.reason and end.is_new:
+                self._send(Event("failed", end.step, reason=f"not brought to persist_dir: {end.reason}"))
         for one in self._recent:
             handle = one.handle
             for level in _LEVELS:
@@ -109,6 +118,8 @@ class Recorder:
             age_seconds={level.name.lower(): max(0.0, now - at) for level, (_, at) in self._newest.items()},
             load_seconds=self._load_seconds,
             overtaken=self._overtaken,
+            flushes=dict(self._flushes),
+            flush_problem=self.flush_news.problem if self.flush_news is not None else "",
         )
 
     def _send(self, event: Event) -> None:

@@ -85,7 +85,7 @@ def recover(memory_dir, out):
     assert os.readlink(out / "latest") == "step-10"
     assert_holds(out / "latest", 10)
     assert_holds(out / "step-1", 1)
-    assert sorted(os.listdir(out)) == ["latest", "step-1", "step-10"]
+    assert sorted(os.listdir(out)) == ["flashckpt.json", "latest", "step-1", "step-10"]
     assert persist_status(memory_dir)["problem"] == ""
 
 

@@ -71,7 +71,7 @@ def test_every_interval_is_flushed_by_itself(make, memory_dir, tmp_path):
         checkpointer.save(step, state(step))
         if step % 5 == 0:
             wait_until(lambda step=step: persist_status(memory_dir)["step"] == step, f"step {step} to be flushed")
-    assert sorted(os.listdir(tmp_path / "out")) == ["latest", "step-15", "step-20"]
+    assert sorted(os.listdir(tmp_path / "out")) == ["flashckpt.json", "latest", "step-15", "step-20"]
     assert persist_status(memory_dir)["flushes"] == 4
 
 
@@ -128,7 +128,7 @@ def test_a_disk_that_is_full_is_an_outcome_and_the_next_attempt_succeeds(make, m
     ensure_agent(Options(job=JOB, memory_dir=memory_dir, node_id="a"), 60.0)
     handle = checkpointer.save(3, state(3))
     assert handle.wait("persisted", timeout=WAIT) == "ok"
-    assert sorted(os.listdir(out)) == ["latest", "step-3"]
+    assert sorted(os.listdir(out)) == ["flashckpt.json", "latest", "step-3"]
 
 
 @pytest.mark.slow

@@ -48,7 +48,7 @@ def test_nodes_write_one_checkpoint_together(tmp_path):
         levels = trainers.save(1, "persisted", timeout=WAIT)
         assert {one["level"] for one in levels.values()} == {"persisted"}, levels
         check(out / "latest", 1, 3, 1 << 20)
-        assert sorted(os.listdir(out)) == ["latest", "step-1"]
+        assert sorted(os.listdir(out)) == ["flashckpt.json", "latest", "step-1"]
         meta = json.loads((out / "step-1" / "meta.json").read_text())
         assert meta["world"] == 3
         assert set(meta["values"]) == {"0", "1", "2"}

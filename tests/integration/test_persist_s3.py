@@ -96,7 +96,7 @@ def test_flush_retention_and_load_when_all_memory_is_gone(url, memory_dir):
             assert checkpointer.save(step, state(step)).wait("persisted", timeout=WAIT) == "ok"
         assert_good(storage, url, latest=6, steps=[4, 5, 6])
         # Nothing is left of steps that retention removed.
-        assert sorted(storage.list()) == ["latest", "step-4", "step-5", "step-6"]
+        assert sorted(storage.list()) == ["flashckpt.json", "latest", "step-4", "step-5", "step-6"]
         checkpointer.close()
         stop_agent(memory_dir, JOB, 60.0, kill=True)
         for name in os.listdir(memory_dir):
@@ -148,7 +148,7 @@ def test_killed_at(url, memory_dir, tmp_path, monkeypatch, failpoint):
         assert checkpointer.save(5, state(5)).wait("persisted", timeout=WAIT) == "ok"
         assert_good(storage, url, latest=5, steps=[3, 5] if committed else [2, 5])
         # Nothing is left of what died, neither of steps nor within them.
-        assert sorted(storage.list()) == ["latest", "step-3" if committed else "step-2", "step-5"]
+        assert sorted(storage.list()) == ["flashckpt.json", "latest", "step-3" if committed else "step-2", "step-5"]
 
 
 def test_killed_in_the_middle_of_an_upload_it_is_tried_again(url, memory_dir):

@@ -229,7 +229,7 @@ CALLS = {
     "acquire": ((TICKET, SHARD, 1 << 40, "skip", 2.5), (1 << 64) - 1, None),
     "prepare": ((TICKET, 4096, 3, 30.0), None, None),
     "sealed": ((TICKET, SHARD, (1 << 64) - 1, 5), None, None),
-    "flush": ((None, 7), GENERATION, None),
+    "flush": ((None, 7), GENERATION, (None, 7, False)),
     "void": ((TICKET, GENERATION), None, None),
     "inventory": ((TICKET, 5.0), INVENTORY, (TICKET,)),
     "bye": ((TICKET,), None, None),

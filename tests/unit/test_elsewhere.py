@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 import flashckpt
 from flashckpt import CheckpointConfig, CheckpointManager
+from flashckpt.agent.start import stop_agent
 from flashckpt.cli.entry import group
 from flashckpt.persist.flush import flush
 from flashckpt.persist.spec import FlushSpec
@@ -77,7 +79,7 @@ def same(model, other):
 
 
 def test_all_memory_is_gone_and_the_manager_resumes_from_its_own_directory(trained, memory_dir, tmp_path):
-    model, optimizer, manager = build(memory_dir, seed=5, persist_dir=str(tmp_path / "out"))
+    model, optimizer, manager = build(memory_dir, seed=5, persist_dir=str(tmp_path / "out"), load_only=True)
     with manager:
         assert manager.peek_saved_step() == 3
         with pytest.raises(flashckpt.MismatchError, match="width: 8 in the checkpoint, 9 now"):
@@ -203,8 +205,10 @@ def test_a_foreign_optimizer_is_recognised(trained, memory_dir, tmp_path, form, 
     dcp.save(
         {**state, "lr_scheduler": scheduler.state_dict()}, checkpoint_id=tmp_path / "their" / "step-7", no_dist=True
     )
-    # By its path, and as the newest one of this job's own directory.
-    for settings, path in (({"job": "a"}, str(tmp_path / "their")), ({"persist_dir": str(tmp_path / "their")}, None)):
+    # By its path, and as a step that somebody imported into this job's own directory.
+    (tmp_path / "their" / "step-7" / "flashckpt-import.json").write_text("{}")
+    their = str(tmp_path / "their")
+    for settings, path in (({"job": "a"}, their), ({"persist_dir": their, "load_only": True}, None)):
         torch.manual_seed(9)
         other = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 2))
         fresh = torch.optim.AdamW(other.parameters())
@@ -235,9 +239,12 @@ def test_an_optimizer_by_numbers_is_refused_with_the_way_out(trained, memory_dir
 
 def test_permanent_steps_stay_and_do_not_count(memory_dir, tmp_path):
     model = nn.Linear(4, 4)
-    config = CheckpointConfig(job="job", memory_dir=memory_dir)
+    settings = {"agent": "auto", "persist_dir": str(tmp_path / "agents"), "persist_on_exit": False}
+    config = CheckpointConfig(job="job", memory_dir=memory_dir, **settings)
     by_policy = {"keep_policy": power2_window(4, 8)}
-    with CheckpointManager(config, model=model, **by_policy) as manager:
+    with contextlib.ExitStack() as stack:
+        stack.callback(stop_agent, memory_dir, "job", 30.0, kill=True)
+        manager = stack.enter_context(CheckpointManager(config, model=model, **by_policy))
         for number in range(1, 12):
             # What JSON can't hold must not take the mark with it.
             handle = manager.save(

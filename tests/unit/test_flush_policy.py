@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from flashckpt.agent.core import AgentCore
@@ -12,8 +14,10 @@ from flashckpt.agent.messages import (
     Begun,
     FlushEnded,
     FlushWanted,
+    HurryFlush,
     LeaseEnded,
     Notify,
+    NotifyFlushFailed,
     Release,
     Sealed,
     Send,
@@ -26,7 +30,7 @@ from flashckpt.agent.session import decode_session, encode_session
 from flashckpt.persist.retain import KeepRules, Lying, removable
 from flashckpt.placement import place
 from flashckpt.types import Generation, Held, Launch, Level, Member, PersistSettings, Record, Session, ShardId
-from flashckpt.wire import Announce, Answer, Beat, Envelope, FlushOrder, Persist
+from flashckpt.wire import Announce, Answer, Beat, Envelope, FlushFailure, FlushOrder, Persist
 
 LAUNCH = Launch(5, 77)
 
@@ -235,6 +239,79 @@ def test_a_node_that_goes_down_is_left_out_of_the_next_order():
     assert flushing.order is None
     assert flushing.wanted.generation == gen(1)
     assert "n1 went down" in flushing.problem
+
+
+# --- failures reach everybody
+
+
+def test_a_failure_is_told_to_the_trainers_of_all_nodes():
+    node = Node(session_of(interval=1))
+    node.save(1)
+    (first,) = node.of(StartFlush)
+    node.feed(FlushEnded(first.order.attempt, "disk full"))
+    assert NotifyFlushFailed(gen(1), "disk full") in node.out
+    # A node that only does its part hears of it, once.
+    other = Node(session_of(2, 1, 1), "n1")
+    failure = FlushFailure(gen(1), 9, "disk full")
+    told(other, Announce(None, (), None, None, failure))
+    assert NotifyFlushFailed(gen(1), "disk full") in other.out
+    told(other, Announce(None, (), None, None, failure))
+    assert not other.of(NotifyFlushFailed)
+    assert other.core.flushing.problem == "disk full"
+    told(other, Announce(None, (), None, gen(2)))
+    assert other.core.flushing.problem == ""
+
+
+def test_a_node_whose_part_fails_says_so_until_the_order_is_gone():
+    node = Node(session_of(2, 1, 1), "n1")
+    node.feed(Sealed(Held(ShardId(gen(3), 1, 2), bytes(16), 1, 0)))
+    told(node, Announce(None, (), FlushOrder(gen(3), 9, "asked", ())))
+    assert node.of(StartFlush)
+    failure = FlushFailure(gen(3), 9, "not mounted")
+    node.feed(FlushEnded(9, "not mounted"))
+    assert Send("n0", failure) in node.out
+    node.feed(Tick(), 2.0)
+    assert Send("n0", failure) in node.out
+    told(node, Announce(None, (), None, None, FlushFailure(gen(3), 9, "n1: not mounted")))
+    node.feed(Tick(), 2.0)
+    assert Send("n0", failure) not in node.out
+
+
+def test_whoever_ordered_ends_the_flush_of_which_another_part_failed():
+    node = Node(session_of(2, 1, 1))
+    flushing = node.core.flushing
+    flushing.order, flushing.giver = FlushOrder(gen(1), 9, "asked", ()), "n0"
+    told(node, FlushFailure(gen(1), 8, "of an earlier one"), "n1")
+    assert flushing.order is not None
+    told(node, FlushFailure(gen(1), 9, "not mounted"), "n1")
+    assert StopFlush() in node.out
+    assert NotifyFlushFailed(gen(1), "n1: not mounted") in node.out
+    assert flushing.order is None
+    assert flushing.counts == {"done": 0, "failed": 1}
+
+
+def test_a_flush_that_somebody_waits_for_hurries():
+    node = Node(session_of(interval=1))
+    node.save(1)
+    (started,) = node.of(StartFlush)
+    assert not started.order.urgent
+    node.feed(FlushWanted(gen(1), "asked", urgent=True))
+    assert HurryFlush() in node.out
+    assert node.core.flushing.order.urgent
+    assert node.core.flushing.order.attempt == started.order.attempt
+    node.feed(FlushWanted(gen(1), "asked", urgent=True))
+    assert not node.of(HurryFlush)
+    # On the other nodes too.
+    other = Node(session_of(2, 1, 1), "n1")
+    order = FlushOrder(gen(3), 9, "every 3 steps", ())
+    told(other, Announce(None, (), order))
+    told(other, Announce(None, (), replace(order, urgent=True)))
+    assert HurryFlush() in other.out
+    # And one that begins because nobody works any more.
+    last = Node(session_of())
+    last.save(4)
+    last.feed(FlushWanted(None, "the trainers ended"))
+    assert last.of(StartFlush)[0].order.urgent
 
 
 # --- who orders

@@ -224,7 +224,7 @@ def test_a_step_that_is_written_once_more_replaces_the_old_one(checkpointer, mem
     got = {"a": torch.zeros(3)}
     dcp.load(got, checkpoint_id=tmp_path / "latest", no_dist=True)
     assert torch.equal(got["a"], torch.ones(3))
-    assert sorted(os.listdir(tmp_path)) == ["latest", "step-4"]
+    assert sorted(os.listdir(tmp_path)) == ["flashckpt.json", "latest", "step-4"]
 
 
 @pytest.mark.parametrize("concurrency", [1, 3])
@@ -243,7 +243,15 @@ def test_leftovers_of_dead_flushes_go_and_retention_keeps_its_promises(checkpoin
     for step in (1, 2, 3, 4, 5):
         handle = checkpointer.save(step, {"a": torch.full((2,), float(step))})
         flush(spec_of(memory_dir, tmp_path, handle, keep_latest_k=2, keep_every=2))
-    assert sorted(os.listdir(tmp_path)) == ["latest", "notes", "step-2", "step-3", "step-4", "step-5"]
+    assert sorted(os.listdir(tmp_path)) == [
+        "flashckpt.json",
+        "latest",
+        "notes",
+        "step-2",
+        "step-3",
+        "step-4",
+        "step-5",
+    ]
     assert os.readlink(tmp_path / "latest") == "step-5"
 
 
@@ -317,7 +325,7 @@ def test_a_deletion_that_dies_half_way_leaves_no_step(checkpointer, memory_dir, 
     assert [one.name for one in list_steps(LocalStorage(str(tmp_path)))] == ["step-2"]
     assert any(".deleting-" in name for name in os.listdir(tmp_path))
     flush(spec_of(memory_dir, tmp_path, checkpointer.save(3, {"a": torch.zeros(2)})))
-    assert sorted(os.listdir(tmp_path)) == ["latest", "step-2", "step-3"]
+    assert sorted(os.listdir(tmp_path)) == ["flashckpt.json", "latest", "step-2", "step-3"]
 
 
 def test_every_byte_goes_past_the_limit_of_the_node(checkpointer, memory_dir, tmp_path, monkeypatch):

@@ -33,7 +33,8 @@ def out(tmp_path):
 
 
 def open_checkpointer(memory_dir, out):
-    config = flashckpt.CheckpointConfig(job="job", memory_dir=memory_dir, persist_dir=str(out))
+    # load_only: without an agent nothing is written to persist_dir but by `to_disk`.
+    config = flashckpt.CheckpointConfig(job="job", memory_dir=memory_dir, persist_dir=str(out), load_only=True)
     return flashckpt.Checkpointer(config)
 
 
@@ -217,7 +218,8 @@ def test_a_foreign_checkpoint_is_imported(memory_dir, out):
     dcp.save(foreign, checkpoint_id=out / "step_12", no_dist=True)
     with open_checkpointer(memory_dir, out) as checkpointer:
         live = {"model": {"a": torch.zeros(7, 3)}, "lr": None, "betas": None, "step": torch.tensor(0)}
-        result = checkpointer.load(live)
+        assert checkpointer.load(live) is None  # nobody named it
+        result = checkpointer.load_path(str(out / "step_12"), live)
         assert (result.step, result.source) == (12, "persist")
         assert torch.equal(live["model"]["a"], foreign["model"]["a"])
         assert (live["lr"], live["betas"], live["step"]) == (0.25, (0.9, 0.95), torch.tensor(5))
@@ -233,9 +235,9 @@ def test_a_foreign_value_that_would_run_code_is_refused(memory_dir, out):
     dcp.save({"a": torch.ones(2), "evil": Exploit()}, checkpoint_id=out / "step-1", no_dist=True)
     with open_checkpointer(memory_dir, out) as checkpointer:
         with pytest.raises(flashckpt.UnsupportedValueError, match="weights_only"):
-            checkpointer.load({"a": torch.zeros(2), "evil": None})
+            checkpointer.load_path(str(out), {"a": torch.zeros(2), "evil": None})
         live = {"a": torch.zeros(2)}
-        assert checkpointer.load(live, keys=["a"]).step == 1
+        assert checkpointer.load_path(str(out), live, strict=False).step == 1
         assert torch.equal(live["a"], torch.ones(2))
     assert not os.path.exists("/tmp/flashckpt-exploited")
 
@@ -244,7 +246,7 @@ def test_an_index_that_would_run_code_is_refused(memory_dir, out):
     dcp.save({"a": torch.ones(2)}, checkpoint_id=out / "step-1", no_dist=True)
     (out / "step-1" / ".metadata").write_bytes(pickle.dumps({"state_dict_metadata": Exploit()}))
     with open_checkpointer(memory_dir, out) as checkpointer, pytest.raises(DeniedError, match=r"posix\.system"):
-        checkpointer.load({"a": torch.zeros(2)})
+        checkpointer.load_path(str(out), {"a": torch.zeros(2)})
     assert not os.path.exists("/tmp/flashckpt-exploited")
 
 

@@ -72,11 +72,14 @@ healths = st.builds(
     survival=survivals,
     reason=plain,
 )
+failures = st.builds(wire.FlushFailure, generations, st.integers(1, (1 << 64) - 1), plain)
 bodies = st.one_of(
     st.builds(wire.Beat),
     st.builds(wire.Report, shards, digests, st.lists(names, max_size=4).map(tuple)),
     st.builds(wire.GiveUp, generations),
-    st.builds(wire.Announce, st.none() | records, voids),
+    st.builds(wire.Announce, st.none() | records, voids, st.none(), st.none(), st.none() | failures),
+    st.builds(wire.Persist, generations, plain, st.booleans()),
+    failures,
     st.builds(wire.Lost, shards),
     st.builds(wire.Want, shards, digests),
     holdings(),
@@ -85,6 +88,7 @@ envelopes = st.builds(wire.Envelope, names, launches, st.none() | fences, bodies
 answers = st.builds(
     wire.Answer,
     *(st.none() | launches, st.none() | fences, st.none() | records, voids, plain),
+    failure=st.none() | failures,
     base=st.none() | generations,
     health=st.none() | healths,
     copies=copies,

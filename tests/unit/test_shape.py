@@ -248,6 +248,8 @@ def test_public_names():
             "NotFoundError",
             "OtherRankError",
             "Outcome",
+            "PersistError",
+            "ForeignStepError",
             "PerRank",
             "SaveHandle",
             "StructureError",
