@@ -26,8 +26,8 @@ _LEVELS = (Level.STAGED, Level.SEALED, Level.REPLICATED, Level.PERSISTED)
 class Event:
     """Something that happened to one step. Sent on the training thread, at the call that follows it."""
 
-    # "saved", "held" (optimizer.step() had to wait), a level that was reached, "failed" (a save or a flush; also once when
-    # another launch has taken the job over), "skipped", "loaded"
+    # "saved", "held" (optimizer.step() had to wait), a level that was reached, "failed" (a save or a flush; also once
+    # when another launch has taken the job over), "skipped", "loaded"
     kind: str
     step: int
     seconds: float = 0.0  # what it took: of the training thread for "saved" and "held", since the save for a level

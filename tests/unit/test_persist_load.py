@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 import pickle
@@ -33,9 +34,10 @@ def out(tmp_path):
 
 
 def open_checkpointer(memory_dir, out):
-    # load_only: without an agent nothing is written to persist_dir but by `to_disk`.
-    config = flashckpt.CheckpointConfig(job="job", memory_dir=memory_dir, persist_dir=str(out), load_only=True)
-    return flashckpt.Checkpointer(config)
+    """Without an agent: nothing is written to persist_dir but by `to_disk`. A user's config of that kind is refused."""
+    checkpointer = flashckpt.Checkpointer(flashckpt.CheckpointConfig(job="job", memory_dir=memory_dir))
+    checkpointer.config = dataclasses.replace(checkpointer.config, persist_dir=str(out))
+    return checkpointer
 
 
 def to_disk(memory_dir, out, handle):

@@ -3,6 +3,7 @@ damaged or missing there is passed over without a word."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -36,11 +37,10 @@ def blank():
 
 
 def opened(memory_dir, out, job="A", **settings):
-    # load_only: without an agent nothing is written to persist_dir but by these tests.
-    config = flashckpt.CheckpointConfig(
-        job=job, memory_dir=memory_dir, persist_dir=str(out), load_only=True, **settings
-    )
-    return flashckpt.Checkpointer(config)
+    """Without an agent: only these tests write to persist_dir. A user's config of that kind is refused."""
+    checkpointer = flashckpt.Checkpointer(flashckpt.CheckpointConfig(job=job, memory_dir=memory_dir))
+    checkpointer.config = dataclasses.replace(checkpointer.config, persist_dir=str(out), **settings)
+    return checkpointer
 
 
 def to_disk(memory_dir, out, handle, job="A", known=None, **settings):
