@@ -153,6 +153,7 @@ def _lines(job: str, seen: Seen) -> list[tuple[str, str]]:
         ("answers", "yes" if seen.status is not None else "no"),
         ("up", age(now() - seen.holder.started_at)),
         ("version", seen.holder.version),
+        *([("takes saves", f"no: {printable(reason)}")] if (reason := (seen.status or {}).get("read_only")) else []),
         ("node", "" if seen.status is None else str(seen.status["node"])),
         ("log", seen.log_path),
     ]
