@@ -18,7 +18,8 @@ from flashckpt.workers import Flag, Pending, Worker, on_main_thread
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from flashckpt.rpc.api import Lease, Progress
+    from flashckpt.rpc.api import Lease, Overtaken, Progress
+    from flashckpt.types import Launch
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +50,8 @@ class AgentLink:
     """
 
     def __init__(self, socket_path: str, job: str, rank: int, start: Callable[[float], object] | None) -> None:
-        self.on_progress: Callable[[Progress], None] = lambda progress: None
+        self.on_progress: Callable[[Progress | Overtaken], None] = lambda progress: None
+        self.claimed: tuple[Launch, float] | None = None  # the launch that this process has begun, and when
         self._socket_path = socket_path
         self.job = job
         self._rank = rank
@@ -268,7 +270,8 @@ class AgentLink:
             return self._client
 
     def _hello(self, client: AgentClient) -> Lease:
-        return client.hello(Owner.current(), self._rank, VERSION, self.job)
+        # An agent that was restarted hears which launch its trainers are in: another launch may be about to take over.
+        return client.hello(Owner.current(), self._rank, VERSION, self.job, *(self.claimed or ()))
 
     def _watch(self) -> None:
         """Listen for news and bring the agent back, until close(). Whatever is raised meanwhile is tried again."""

@@ -47,6 +47,7 @@ from flashckpt.agent.spare import missing_slots, why_no_room
 from flashckpt.agent.status import describe
 from flashckpt.agent.succession import Succession, die, owed
 from flashckpt.agent.trainers import Trainers
+from flashckpt.agent.watch import Watch
 from flashckpt.errors import ConfigError, FlashError, NoSpaceError, NotFoundError, PeerError
 from flashckpt.failpoints import failpoint
 from flashckpt.persist.spec import FlushSpec
@@ -94,6 +95,7 @@ class Shell:
         self._stop: threading.Event | None = None
         self._told_seconds: float | None = None  # that whoever stops it gives it to drain
         self._draining = False
+        self._watch = Watch(store)
 
     # --- life -----------------------------------------------------------------------------------------------
 
@@ -141,15 +143,18 @@ class Shell:
         while not stop.wait(tick_seconds):
             now = time.monotonic()
             self.feed(Tick())
+            self._tell_changes()
             try:
                 if now >= leases_at:
                     leases_at = now + _LEASES_SECONDS
                     self.trainers.end_dead()
+                    self.trainers.tell_overtaken()
                     self.peers.drop_old()
                 if now >= scan_at:
                     scan_at = now + _SCAN_SECONDS
                     self.look_around()
                     self._succession.look_for_room()
+                    self._watch.keep_losses()
                 self._scrub(now)
             except (FlashError, OSError) as error:
                 _log.warning("looking after what is held: %s; trying again", error)  # out of descriptors, say
@@ -317,6 +322,12 @@ class Shell:
             if self._files.forget_if_gone(shard):
                 self.feed(Gone(shard))
         self.store.forget_unlinked()
+
+    def _tell_changes(self) -> None:
+        with self._lock:
+            lines = self._watch.look(self._core, time.monotonic())
+        for line in lines:
+            _log.warning("%s", line)
 
     def _scrub(self, now: float) -> None:
         with self._lock:

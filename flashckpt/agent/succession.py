@@ -65,7 +65,7 @@ class Succession:
 
     def keep_record(self, record: Record) -> None:
         self._durably(f"the record of {record.generation}", lambda: self._store.write_record(record))
-        _log.info("%s is committed with %d replicas", record.generation, record.replicas)
+        _log.debug("%s is committed with %d replicas", record.generation, record.replicas)
 
     def keep_bundle(self, bundle: Bundle, address: str) -> None:
         """Any thread."""

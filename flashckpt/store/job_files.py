@@ -10,17 +10,17 @@ import stat
 from typing import TYPE_CHECKING
 
 from flashckpt.errors import ClosedError, ConflictError, NoSpaceError
-from flashckpt.store import fence, records, reserve, secret_files, session, voids
+from flashckpt.store import fence, losses, records, reserve, secret_files, session, voids
 from flashckpt.store.names import check_plain_name
 from flashckpt.store.owner import Owner
 from flashckpt.store.room import raise_if_full
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from flashckpt.store.directory import Directory
     from flashckpt.store.room import RoomReader
-    from flashckpt.types import Fence, Generation, Launch, Record
+    from flashckpt.types import Fence, Generation, Launch, Loss, Record
 
 _forks = 0
 
@@ -65,6 +65,16 @@ class JobFiles:
         """The generations that somebody will not complete."""
         self._check_usable()
         return voids.read_voids(self._directory)
+
+    def read_losses(self) -> tuple[Loss, ...]:
+        """Generations that could not be loaded when somebody last looked, because shards were nowhere to be had."""
+        self._check_usable()
+        return losses.read_losses(self._directory)
+
+    def write_losses(self, found: Iterable[Loss]) -> None:
+        """Replaces that list."""
+        with self._writing_small():
+            losses.write_losses(self._directory, found, self._owner)
 
     # -- what an agent keeps for its successor ------------------------------------------------------------
 

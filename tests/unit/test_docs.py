@@ -90,7 +90,7 @@ def error_classes():
         cls = todo.pop()
         found.add(cls)
         todo += cls.__subclasses__()
-    return {cls for cls in found if cls.__module__.startswith("flashckpt.")}
+    return {cls for cls in found if cls.__module__.startswith("flashckpt.") and not cls.__name__.startswith("_")}
 
 
 def documented_codes():
