@@ -55,6 +55,7 @@ from flashckpt.failpoints import failpoint
 from flashckpt.persist.spec import FlushSpec
 from flashckpt.rpc.agent_server import AgentServer
 from flashckpt.rpc.api import Progress
+from flashckpt.rpc.checks import trust_epoch
 from flashckpt.types import Held, Holding, Level, NodeInventory, ShardId, age_order
 
 if TYPE_CHECKING:
@@ -110,6 +111,7 @@ class Shell:
         held = tuple(self._files.adopt_all())
         failpoint("mid_start")
         session, base = self._succession.read()
+        trust_epoch(max(self.store.highest_epoch(), 0 if session is None else session.launch.epoch))
         fence, records = self.store.read_fence(), self.store.read_records()
         lacking = owed(
             {one.shard for one in held},
