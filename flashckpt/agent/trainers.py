@@ -162,11 +162,13 @@ class Trainers:
                 return
             if not self._leases:
                 self.idle_since = time.monotonic()
+            has_trainers = any(one.launch is not None for one in self._leases.values())
             _offer(lease.news, None)
         lease.vigil.close()
         _log.info("rank %d, process %d %s: lease %d ends", lease.rank, lease.owner.pid, how, lease.lease_id)
         self._shell.feed(LeaseEnded(lease.lease_id))
-        if self.idle_since is not None:
+        if lease.launch is not None and not has_trainers:
+            # Whoever only reads neither delays that nor causes it.
             self._shell.want_flush_at_end("the trainers ended")
 
     def _find(self, ticket: bytes) -> _Trainer:
