@@ -370,8 +370,9 @@ class Checkpointer:
         None means that the job has never saved anything. Where something exists but nothing is usable it raises
         UnusableError with the reason for each generation, unless `allow_fresh` and no tensor was written to. `keys`
         restricts the load to keys with these prefixes; `strict=False` lets keys be missing on either side; `cast`
-        converts dtypes. `screen` is called with what was found before any tensor is read: it raises where that must
-        not be loaded, or says which keys to load.
+        converts dtypes. With `step` and `keys` or `strict=False`, what is whole of a generation that lacks shards is
+        loaded, too. `screen` is called with what was found before any tensor is read: it raises where that must not be
+        loaded, or says which keys to load.
 
         A load takes the job over: what other launches saved above the loaded step is dead from then on, and they
         can't save any more. Where trainers of another launch are alive on one of its nodes it raises LiveJobError on
@@ -384,6 +385,7 @@ class Checkpointer:
                 raise ConfigError(f"keys: expected a sequence of prefixes, found the string {keys!r}", hint="keys=[…]")
             if self._settings.disabled:
                 return None
+            self._deferrals.forget_frozen()
             began = time.perf_counter()
             ground = self.ground()
             on_disk = take_disk_inventory(ground, self.config.persist_dir, self.config.start_timeout)
@@ -404,13 +406,19 @@ class Checkpointer:
                 inventoried = time.perf_counter()
                 try:
                     persist_dir = self.config.persist_dir
-                    result = load_newest(recovery, ground, inventory, on_disk, persist_dir, state_dict, request)
+                    try:
+                        result = load_newest(recovery, ground, inventory, on_disk, persist_dir, state_dict, request)
+                    except (UnusableError, NotFoundError) as error:
+                        result = recovery.load_parts(error, inventory, state_dict, request)
                 except UnusableError as error:
                     if not allow_fresh:
                         raise
                     recovery.refuse_if_touched(error)
                     log.warning("nothing usable; allow_fresh: starting anew")
                     result = None
+                finally:
+                    if not read_only:
+                        recovery.keep_losses()
                 if result is None and inventory.quarantined and not allow_fresh:
                     raise UnusableError(
                         f"job {self._settings.job!r}: nothing but {inventory.quarantined} quarantined shards exist"
@@ -443,6 +451,7 @@ class Checkpointer:
             self._check_enabled()
             from flashckpt.persist.elsewhere import load_path
 
+            self._deferrals.forget_frozen()
             request = Request(strict=strict, cast=cast, screen=screen)
             ground = self.ground()
             with Recovery(ground) as recovery:
@@ -548,6 +557,7 @@ class Checkpointer:
 
     def loaded_by_dcp(self, generation: Generation, launch: Launch | None) -> None:
         """DCP filled the tensors; `launch` is the one that all ranks agreed to go on with, None if only some load."""
+        self._deferrals.forget_frozen()
         if launch is not None:
             self._claims = True
             self._slots.enter(launch)

@@ -188,16 +188,17 @@ class CheckpointManager:
             self._pre_snapshot()
         self.maybe_wait_for_staging()
         taken = time.perf_counter()
-        state = self._state.capture()
-        captured = time.perf_counter() - taken
-        handle = self._checkpointer.save(
-            step,
-            state,
-            extra=extra,
-            overlap=overlap,
-            defers=self._state.changes_only_in_step() if overlap else None,
-            on_begin=self._gate.close_behind,
-        )
+        with self._gate.shut():
+            state = self._state.capture()
+            captured = time.perf_counter() - taken
+            handle = self._checkpointer.save(
+                step,
+                state,
+                extra=extra,
+                overlap=overlap,
+                defers=self._state.changes_only_in_step() if overlap else None,
+                on_begin=self._gate.close_behind,
+            )
         handle.blocked_seconds += captured
         self._handle = handle
         self._recorder.saved(handle, began)

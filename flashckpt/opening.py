@@ -122,16 +122,15 @@ def _start_agent(settings: Settings, topology: Topology) -> None:
 
     Runs in a thread: an exception inside gRPC, or inside its import, would leave gRPC unusable in this process.
     """
-    timeout = min(30.0, settings.config.start_timeout)
 
     def start() -> None:
         # Imported here: without an agent no gRPC is needed.
-        from flashckpt.agent.start import ensure_agent, options_of
+        from flashckpt.agent.start import ensure_agent, options_of, stage_timeout
         from flashckpt.rpc.settings import prepare_trainer
 
         prepare_trainer()
         if topology.is_leader:
-            ensure_agent(options_of(settings), timeout, meanwhile=_load_join)
+            ensure_agent(options_of(settings), stage_timeout(settings.config.start_timeout), meanwhile=_load_join)
         else:
             _load_join()
 

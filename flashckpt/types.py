@@ -167,6 +167,15 @@ class Record:
     keeps: tuple[Generation, ...] = ()  # older ones that stay beside it, newest first; the coordinator decided
 
 
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A generation with shards that no node had which took part or answered, when somebody last looked."""
+
+    generation: Generation
+    ranks: tuple[int, ...]  # whose shards, or the first of them
+    reason: str
+
+
 class Box(NamedTuple):
     """A rectangular region of a global tensor. A tuple, like TensorEntry: there is one a tensor, at every load."""
 

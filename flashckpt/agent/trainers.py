@@ -242,6 +242,7 @@ class Trainers:
 
     def acquire(self, ticket: bytes, shard: ShardId, size_bytes: int, on_busy: str, timeout: float) -> int:
         lease = self._find(ticket)
+        self._shell.raise_if_read_only()
         request_id, request = next(self._numbers), _Request()
         with self._lock:
             self._requests[request_id] = request
@@ -298,6 +299,7 @@ class Trainers:
                 raise DeadlineError(f"{shard}: expected a slot within {timeout:g} s, found no answer of the agent")
 
     def prepare(self, ticket: bytes, size_bytes: int, count: int, timeout: float) -> None:
+        self._shell.raise_if_read_only()
         self._shell.store.prepare_for(size_bytes, count, self._find(ticket).owner)
 
     def sealed(self, ticket: bytes, shard: ShardId, tag: int, slot_id: int) -> None:
@@ -403,8 +405,8 @@ class Trainers:
     def status(self) -> dict[str, Any]:
         return self._shell.status()
 
-    def stop(self, drain_timeout: float) -> None:
-        self._shell.stop()
+    def stop(self, drain_timeout: float | None) -> None:
+        self._shell.stop(drain_timeout)
 
     def leases(self) -> list[dict[str, int]]:
         with self._lock:

@@ -210,10 +210,9 @@ class AgentClient:
             raise AgentError(f"agent at {self.socket_path}: expected a JSON object, found {type(status).__name__}")
         return status
 
-    def stop(self, drain_timeout: float) -> None:
-        self._call(
-            "Stop", b"", lambda: agent_pb2.StopRequest(drain_timeout=drain_timeout), drain_timeout + self._timeout
-        )
+    def stop(self, drain_timeout: float | None) -> None:
+        """Returns at once: the agent then drains for at most that long (None: as its own limits say), and ends."""
+        self._call("Stop", b"", lambda: agent_pb2.StopRequest(drain_timeout=drain_timeout))
 
     def close(self) -> None:
         """Ends running calls, watches included. May be called twice."""

@@ -232,7 +232,8 @@ class AgentServer:
 
     def _stop(self, data: bytes, _call: Call) -> bytes:
         request = convert.parse(agent_pb2.StopRequest, data, "Stop")
-        self._api.stop(convert.seconds(request.drain_timeout, "drain_timeout"))
+        told = request.HasField("drain_timeout")
+        self._api.stop(convert.seconds(request.drain_timeout, "drain_timeout") if told else None)
         return agent_pb2.StopResponse().SerializeToString()
 
 

@@ -182,7 +182,7 @@ class AgentApi(Protocol):
     def status(self) -> dict[str, Any]:
         """Only what JSON can hold."""
 
-    def stop(self, drain_timeout: float) -> None: ...
+    def stop(self, drain_timeout: float | None) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

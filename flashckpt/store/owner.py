@@ -168,6 +168,29 @@ def _has_exited(pidfd: int) -> bool:
     return bool(poll.poll(0))
 
 
+def find_from_outside(owner: Owner) -> int | None:
+    """The pid, as this process counts, of one in a pid namespace below this one; None where it can't be seen.
+
+    A host sees the processes of its containers; a container sees neither its host's nor another container's.
+    """
+    if owner.boot_id8 != read_boot_id8():
+        return None
+    for entry in os.listdir(_PROC):
+        if entry.isdecimal() and _is_inner_pid(entry, owner.pid) and _start_ticks(entry) == owner.start_ticks:
+            return int(entry)
+    return None
+
+
+def _is_inner_pid(pid: str, inner: int) -> bool:
+    """Whether the process is in a pid namespace of its own, where it has that other pid."""
+    try:
+        lines = (_PROC / pid / "status").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return False
+    pids = next((line.split()[1:] for line in lines if line.startswith("NSpid:")), [])
+    return len(pids) > 1 and pids[-1] == str(inner)
+
+
 def _pid_in_proc(pidfd: int) -> str:
     # /proc may be mounted from another pid namespace; the descriptor's own record counts as /proc does.
     for line in (_PROC / f"self/fdinfo/{pidfd}").read_text(encoding="ascii").splitlines():
