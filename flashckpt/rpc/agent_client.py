@@ -81,6 +81,7 @@ class AgentClient:
         job: str,
         launch: Launch | None = None,
         claimed_at: float = 0.0,
+        acts_for: str = "",
     ) -> Lease:
         data = self._call(
             "Hello",
@@ -92,6 +93,7 @@ class AgentClient:
                 job=job,
                 launch=convert.maybe(launch, convert.to_launch),
                 claimed_at=claimed_at,
+                acts_for=acts_for,
             ),
         )
         return convert.from_lease(convert.parse(agent_pb2.AgentHelloResponse, data, "Hello's answer"))

@@ -136,7 +136,9 @@ class AgentServer:
         owner = convert.needed(request, "owner", convert.from_owner)
         job = convert.name(request.job, "job")
         launch = convert.optional(request, "launch", convert.from_launch)
-        lease = self._api.hello(owner, request.rank, request.version, job, launch, request.claimed_at)
+        acts_for = convert.name(request.acts_for, "acts_for") if request.acts_for else ""
+        version, claimed_at = request.version, request.claimed_at
+        lease = self._api.hello(owner, request.rank, version, job, launch, claimed_at, acts_for)
         return convert.to_lease(lease).SerializeToString()
 
     def _listen(self, data: bytes, _call: Call) -> bytes:
