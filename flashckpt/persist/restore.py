@@ -254,10 +254,10 @@ def _nothing(
     reasons = [*problems, *on_disk.passed_over, *(f"{generation}: {why}" for generation, why in choice.passed_over)]
     if step is not None and not problems:
         if missing is not None:
-            return NotFoundError(f"{missing.message}; nor on disk", hint=missing.hint, step=step)
-        return NotFoundError(f"step {step}: neither in memory nor on disk", step=step)
+            return NotFoundError(f"{missing.message}; nor on disk", hint=missing.hint, step=step, parts=True)
+        return NotFoundError(f"step {step}: neither in memory nor on disk", step=step, parts=True)
     listed = "".join(f"\n  - {reason}" for reason in reasons[:16])
-    return UnusableError(f"something was saved, but nothing of it is usable:{listed}")
+    return UnusableError(f"something was saved, but nothing of it is usable:{listed}", parts=True)
 
 
 def _within(timeout: float, what: str, call: Callable[[], T]) -> T:

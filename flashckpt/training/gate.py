@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_retired: list[OptimizerGate] = []  # of managers that were dropped without close()
+
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 # Seconds that save() waits for steps in other threads. They may wait for other ranks, which may wait for this save().
@@ -60,6 +62,9 @@ class OptimizerGate:
         self._hook: RemovableHandle | None = None
 
     def install(self) -> None:
+        for gate in [gate for gate in _retired if not gate.protects]:
+            gate.remove()
+            _retired.remove(gate)
         self._hook = register_optimizer_step_pre_hook(self._before_step)
 
     def close_behind(self, handle: SaveHandle) -> None:
@@ -91,6 +96,12 @@ class OptimizerGate:
             finally:
                 self._is_shut = False
 
+    @property
+    def protects(self) -> bool:
+        """Return True while a copy reads tensors that a step would change."""
+        handle = self._copying
+        return handle is not None and not handle.is_copied and not handle.is_given_up
+
     def wait(self) -> float:
         """Block until tensors may be changed. Returns the seconds that the caller was held.
 
@@ -109,6 +120,11 @@ class OptimizerGate:
         if held:
             self._on_held(handle, held)
         return held
+
+    def retire(self) -> None:
+        """Let the next gate that is installed remove this one. A step may be going through the hooks right now, and a
+        copy that is under way is still waited for."""
+        _retired.append(self)
 
     def remove(self) -> None:
         if self._hook is not None:
