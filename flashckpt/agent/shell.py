@@ -7,6 +7,7 @@ Failpoint: `mid_start` (shards are adopted, nobody is answered yet).
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
@@ -49,7 +50,7 @@ from flashckpt.agent.succession import Succession, die, owed
 from flashckpt.agent.trainers import Trainers
 from flashckpt.agent.watch import Watch
 from flashckpt.errors import ConfigError, FlashError, NotFoundError, PeerError
-from flashckpt.failpoints import failpoint
+from flashckpt.failpoints import failpoint, is_testing
 from flashckpt.persist.spec import FlushSpec
 from flashckpt.rpc.agent_server import AgentServer
 from flashckpt.rpc.api import Progress
@@ -71,6 +72,7 @@ _TICK_SECONDS, _LEAST_TICK_SECONDS = 1.0, 0.2
 _DRAIN_SECONDS = 0.05
 _LEASES_SECONDS = 0.5
 _SCAN_SECONDS = 2.0
+_COUNT_SECONDS = 3.0
 
 
 class Shell:
@@ -94,6 +96,7 @@ class Shell:
         self._stop: threading.Event | None = None
         self._draining = False
         self._watch = Watch(store)
+        self._counted_at, self._objects = float("-inf"), 0
 
     # --- life -----------------------------------------------------------------------------------------------
 
@@ -355,7 +358,7 @@ class Shell:
         now = time.monotonic()
         store = self.store.status()
         with self._lock:
-            return describe(
+            said = describe(
                 self._core,
                 now,
                 options=self.options,
@@ -367,6 +370,12 @@ class Shell:
                 draining=self._draining,
                 flushed_bytes=self.flusher.done_bytes,
             )
+        if is_testing():  # for the soak; seldom, because tests ask often
+            if now - self._counted_at > _COUNT_SECONDS:
+                gc.collect()
+                self._counted_at, self._objects = now, len(gc.get_objects())
+            said["objects"] = self._objects
+        return said
 
     # --- what the others of this package ask ----------------------------------------------------------------
 

@@ -536,8 +536,11 @@ class World:
             self.violation("after a read-only load beside it, nothing of the training was promised any more")
 
     def do_second_job(self, ranks, episode):
-        """Another job with the same persist_dir, on one of the nodes."""
-        node = self.cluster[episode.victims[0]]
+        """Another job with the same persist_dir, on the first node."""
+        deadline = time.monotonic() + 2 * _SETTLE
+        while not any(self.persist_dir.glob("step-*")) and time.monotonic() < deadline and ranks.alive():
+            self.train(ranks, 0.1)
+        node = self.cluster[0]
         facts = Facts(False, frozenset(), False)
         other = self.launch([node], 1, 0, job=OTHER_JOB, persist=True)
         if self.wait_loaded(other, self.neighbour, facts):
