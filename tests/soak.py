@@ -3,9 +3,10 @@
     python -m tests.soak --minutes 20 --json build/soak.json
 
 Real agents and trainers on three nodes. They save for two fifths of the time without a break. Then, again and again:
-the trainers save for some seconds; they are stopped or killed, or an agent is, or a node with its memory; and they start
-again. Measured of every agent and trainer: memory (RSS, PSS, anonymous), descriptors, threads and Python's objects; and
-the files of each memory directory. A straight line is fitted to each after a warm-up. Exit code 1 if one rises faster than it may.
+the trainers save for some seconds; they are stopped or killed, or an agent is, or a node with its memory; and they
+start again. Measured of every agent and trainer: memory (RSS, PSS, anonymous), descriptors, threads and Python's
+objects; and the files of each memory directory. A straight line is fitted to each after a warm-up. Exit code 1 if one
+rises faster than it may.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ BOUNDS = {
     "anonymous_bytes": 48 << 20,
     "descriptors": 40,
     "threads": 20,
-    "objects": 20_000,
+    "objects": 5_000,
     "files": 40,
     "directory_bytes": 16 << 20,
 }

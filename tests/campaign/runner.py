@@ -26,6 +26,7 @@ PEER_TIMEOUT = 2.0
 # Of what takes a second on an idle machine.
 PATIENCE = 60.0
 _SETTLE = 6.0
+_FLUSH = 40.0  # the flusher imports torch at the lowest priority
 
 
 @dataclass
@@ -537,7 +538,7 @@ class World:
 
     def do_second_job(self, ranks, episode):
         """Another job with the same persist_dir, on the first node."""
-        deadline = time.monotonic() + 2 * _SETTLE
+        deadline = time.monotonic() + _FLUSH
         while not any(self.persist_dir.glob("step-*")) and time.monotonic() < deadline and ranks.alive():
             self.train(ranks, 0.1)
         node = self.cluster[0]
