@@ -184,7 +184,8 @@ class World:
                 "start_timeout": PATIENCE,
                 "agent_linger": 900.0,
                 "persist_on_exit": False,
-                **({"persist_dir": str(self.persist_dir), "persist_interval": 10} if persist else {}),
+                "keep_memory": 1 if persist else 2,
+                **({"persist_dir": str(self.persist_dir)} if persist else {}),
             },
         }
         port, first = nodes[0].host.free_port(), nodes[0].host.address
@@ -246,7 +247,7 @@ class World:
         code = min(refusals - {"FC-RANK-001"} or refusals, default=None)
         mark = next(iter(marks), None)
         source = code or ("nothing" if mark is None else next(iter(said.values()))["source"])
-        self.report.recoveries[source] += 1
+        self.report.recoveries[source if ranks.spec["step"] is None else f"{source} (rollback)"] += 1
         problems = oracle.judge(mark, facts, code=code, step=ranks.spec["step"])
         for problem in problems:
             reasons = [event.get("message", "")[:600] or event.get("stepped_over", "") for event in said.values()][:1]
@@ -507,8 +508,21 @@ class World:
 
     def do_rollback(self, ranks, episode):
         """An operator goes back to an older step that is there, and trains on from it."""
+        self.wait_saves(ranks)
         self.end(ranks)
-        nodes = self.nodes_of(episode)
+        self.roll_back(self.nodes_of(episode), episode)
+
+    def do_rollback_without(self, ranks, episode):
+        """The same while a node is away, which comes back with what it had."""
+        self.wait_saves(ranks)
+        self.end(ranks)
+        away = self.cluster[episode.victims[0]]
+        nodes = [node for node in self.nodes_of(episode) if node is not away]
+        if nodes:
+            away.kill()
+            self.roll_back(nodes, episode)
+
+    def roll_back(self, nodes, episode):
         facts = self.facts(nodes)
         steps = self.oracle.candidates(facts.complete)
         steps += [one.step for one in [self.oracle.persisted] if one is not None]
