@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import stat
 from typing import TYPE_CHECKING
 
-from flashckpt.errors import ClosedError, ConflictError
-from flashckpt.store import fence, losses, records, secret_files, session, voids
+from flashckpt.errors import ClosedError, ConflictError, NoSpaceError
+from flashckpt.store import fence, losses, records, reserve, secret_files, session, voids
 from flashckpt.store.names import check_plain_name
 from flashckpt.store.owner import Owner
 from flashckpt.store.room import raise_if_full
@@ -127,6 +128,25 @@ class JobFiles:
     def remove_secret(self, name: str) -> bool:
         self._check_usable()
         return secret_files.remove_secret(self._directory, name)
+
+    # -- room for them ------------------------------------------------------------------------------------
+
+    def fill_reserve(self) -> str:
+        """Makes the files that are used where there is no room. Why that is not possible; "" = they are there."""
+        self._check_usable()
+        try:
+            return reserve.fill_reserve(self._directory, self._room())
+        except NoSpaceError as error:
+            return error.message
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
+                raise
+            return str(error)
+
+    def give_up_spare(self) -> bool:
+        """Frees an inode of the reserve. False where there is none."""
+        self._check_usable()
+        return reserve.give_up_spare(self._directory)
 
     # -- where processes meet -----------------------------------------------------------------------------
 

@@ -25,7 +25,9 @@ _LEVELS = (Level.STAGED, Level.SEALED, Level.REPLICATED, Level.PERSISTED)
 class Event:
     """Something that happened to one step. Sent on the training thread, at the call that follows it."""
 
-    kind: str  # "saved", "held" (optimizer.step() had to wait), a level that was reached, "failed", "skipped", "loaded"
+    # "saved", "held" (optimizer.step() had to wait), a level that was reached, "failed" (also once when another launch
+    # has taken the job over), "skipped", "loaded"
+    kind: str
     step: int
     seconds: float = 0.0  # what it took: of the training thread for "saved" and "held", since the save for a level
     size_bytes: int = 0
@@ -43,6 +45,7 @@ class Metrics:
     newest_step: dict[str, int] = field(default_factory=dict)  # by level
     age_seconds: dict[str, float] = field(default_factory=dict)  # of the newest generation at each level
     load_seconds: float = 0.0
+    overtaken: str = ""  # why no save counts any more: another launch has taken the job over
 
 
 class Recorder:
@@ -56,6 +59,7 @@ class Recorder:
         self._bytes = 0
         self._newest: dict[Level, tuple[int, float]] = {}
         self._load_seconds = 0.0
+        self._overtaken = ""
 
     def saved(self, handle: SaveHandle, now: float) -> None:
         self._recent.append(_Followed(handle, now))
@@ -70,6 +74,12 @@ class Recorder:
     def loaded(self, result: LoadResult) -> None:
         self._load_seconds = result.timings.total
         self._send(Event("loaded", result.step, result.timings.total, reason=result.source))
+
+    def overtaken(self, step: int, reason: str) -> None:
+        """Sends one "failed" event, also where no save was under way, when another launch takes the job over."""
+        if reason and not self._overtaken:
+            self._send(Event("failed", step, reason=reason))
+        self._overtaken = reason
 
     def poll(self) -> None:
         """Takes note of what happened in the background."""
@@ -98,6 +108,7 @@ class Recorder:
             newest_step={level.name.lower(): step for level, (step, _) in self._newest.items()},
             age_seconds={level.name.lower(): max(0.0, now - at) for level, (_, at) in self._newest.items()},
             load_seconds=self._load_seconds,
+            overtaken=self._overtaken,
         )
 
     def _send(self, event: Event) -> None:
