@@ -544,11 +544,31 @@ class World:
         for event in reader.news():
             if event["event"] == "loaded" and event["mark"] is not None and not event["intact"]:
                 self.violation(f"a reader got bytes that nobody saved: {event}")
+        self.check_unharmed(ranks, "a read-only load")
+
+    def do_launch_beside(self, ranks, episode):
+        """The job is started once more by mistake, on the same nodes, while it trains."""
+        self.wait_saves(ranks)
+        before = self.report.promises
+        second = self.launch(self.nodes_of(episode), episode.ranks_per_node, episode.replicas, train=False)
+        self.train(ranks, 0.2)
+        if not second.wait(PATIENCE):
+            self.violation("a second launch beside a training did not end")
+        said = [event for event in second.news() if event["event"] in ("loaded", "refused")]
+        if len(ranks.alive()) == len(ranks.pids) and self.report.promises > before:
+            refused = {event.get("code") for event in said}
+            if "FC-JOB-002" not in refused or not refused <= {"FC-JOB-002", "FC-RANK-001"}:
+                self.violation(f"a second launch beside a training was not refused: {said}")
+        second.kill()
+        self.check_unharmed(ranks, "a second launch")
+
+    def check_unharmed(self, ranks, what):
+        """The training goes on as if nothing had been."""
         before = self.report.promises
         self.train(ranks, 1.0)
         self.wait_saves(ranks, 1)
-        if ranks.alive() and self.report.promises == before:
-            self.violation("after a read-only load beside it, nothing of the training was promised any more")
+        if len(ranks.alive()) == len(ranks.pids) and self.report.promises == before:
+            self.violation(f"after {what} beside it, nothing of the training was promised any more")
 
     def do_second_job(self, ranks, episode):
         """Another job with the same persist_dir, on the first node."""

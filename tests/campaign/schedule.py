@@ -25,6 +25,7 @@ OPERATORS = (
     "rollback",
     "rollback_without",
     "evaluate",
+    "launch_beside",
     "second_job",
     "wrong_nodes",
     "start_again",
