@@ -9,7 +9,7 @@ NATIVE_SOURCES := CMakeLists.txt $(wildcard csrc/*/*) $(wildcard protos/flashckp
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: setup demo test test-slow campaign simdev check check-static check-native bench fuzz spec clean
+.PHONY: setup demo test test-slow simulate campaign soak simdev check check-static check-native bench fuzz spec clean
 
 setup: $(STAMP)
 
@@ -36,10 +36,18 @@ simdev: $(STAMP)
 
 # Far more histories and spoilt shards than CI has time for, others every time: for a night, and after a change to the
 # agent's core or to the format.
-campaign: $(STAMP)
+simulate: $(STAMP)
 	FLASHCKPT_SIM_SEEDS=$${SEEDS:-20000} FLASHCKPT_SIM_START=$${START:-$$(shuf -i 1-1000000000 -n 1)} \
 		$(BIN)/python -m pytest -m slow tests/sim
 	$(MAKE) fuzz
+
+# Random faults and operators' actions on real agents and trainers: docs/testing.md. SEED repeats a run.
+MINUTES ?= 10
+campaign: $(STAMP)
+	$(BIN)/python -m tests.campaign --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) --json build/campaign.json $(CAMPAIGN)
+
+soak: $(STAMP)
+	$(BIN)/python -m tests.soak --minutes $(MINUTES) --json build/soak.json
 
 check: check-static check-native
 

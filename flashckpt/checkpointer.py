@@ -6,21 +6,26 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import os
 import time
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
+from flashckpt.closing import Parts, unmasked
 from flashckpt.collector import resume_collector
 from flashckpt.config import CheckpointConfig, Settings, resolve
 from flashckpt.errors import (
     ClosedError,
     ConfigError,
+    ConflictError,
     DeadlineError,
     FlashError,
     NotFoundError,
     PersistError,
     UnusableError,
 )
+from flashckpt.load.claim import refuse_beside_live, refuse_beside_live_here
 from flashckpt.load.ground import Ground
 from flashckpt.load.readback import read_back
 from flashckpt.load.recover import Recovery, Request
@@ -122,9 +127,11 @@ class Checkpointer:
     ) -> None:
         self.config = config or CheckpointConfig()
         self._settings = resolve(self.config)
-        self._turns = Turns(self._mend, self._begin)
+        self._turns = Turns(*self._weakly())
         self._closed = self._all_closed = False
         self.raises_flush_failures = True  # from save(), with on_save_error="raise"; a manager does it itself
+        self._parts: Parts | None = None  # None: FLASHCKPT_DISABLE is set
+        self._dropped: weakref.finalize[[], Checkpointer] | None = None
         self._outcomes = Outcomes(self.config)
         self._overlap = Overlap()
         self._prewarm = Prewarm()
@@ -145,6 +152,8 @@ class Checkpointer:
         self._settings, self._group, self._store = opened.settings, opened.group, opened.store
         self._topology, self._threads = opened.topology, opened.threads
         self._slots, self._memory = opened.slots, opened.memory
+        self._claims = False  # whether this launch may take the agents over: no other one is alive, or it was told to
+        self._slots.on_overtaken = self._outcomes.note_overtaken
         self._disk_epoch = 0  # the highest that a load saw in persist_dir
         self._writer = ShardWriter(self._store, self._slots, self._settings.job, self.config, self._threads)
         self._attempts = Attempts(self._settings.job, self._store, self._writer)
@@ -157,6 +166,24 @@ class Checkpointer:
             threads=self._threads,
             timeout=self.config.save_timeout,
         )
+        job, parts = self._settings.job, (self._group, self._slots, self._writer, self._store)
+        self._parts = Parts(job, *parts, self._overlap, self._prewarm)
+        self._dropped = weakref.finalize(self, self._parts.drop)
+        self._dropped.atexit = False  # then the process ends, and the agent notices that
+
+    def _weakly(self) -> tuple[Callable[[Turn], None], Callable[[], None]]:
+        """What puts calls in order. Without a cycle, so that a Checkpointer that is dropped goes at once."""
+        me = weakref.ref(self)
+
+        def mend(broken: Turn) -> None:
+            if (this := me()) is not None:
+                this._mend(broken)
+
+        def begin() -> None:
+            if (this := me()) is not None:
+                this._begin()
+
+        return mend, begin
 
     # --- save -----------------------------------------------------------------------------------------------
 
@@ -187,8 +214,13 @@ class Checkpointer:
         with self._alone("save"):
             if self._settings.disabled:
                 return self._outcomes.skipped(step, "FLASHCKPT_DISABLE is set")
+            if self.config.load_only:
+                return self._outcomes.skipped(step, "load_only is set")
             self._attempts.check(step)
             began = time.perf_counter()
+            refused = self._claim_first(step)
+            if refused is not None:
+                return refused
             self._attempts.anchor(step)
             # Before anything that can fail on this rank alone: an attempt counts also where it comes to nothing.
             generation = self._attempts.next(step)
@@ -197,7 +229,7 @@ class Checkpointer:
             except BaseException:
                 self._slots.void(generation)
                 raise
-            handle = SaveHandle(step, generation, self._highest_level, self._persists)
+            handle = SaveHandle(step, generation, self._highest_level, self.persists)
             try:
                 prepared = self._preparer.agree(prepared)
             except BaseException as error:
@@ -213,6 +245,22 @@ class Checkpointer:
                 self._write(handle, generation, prepared, planned, deferred, None)
             handle.blocked_seconds = time.perf_counter() - began
             return handle
+
+    def _claim_first(self, step: int) -> SaveHandle | None:
+        """Before the first save of a launch that has loaded nothing: it would take the agents over. Collective.
+
+        LiveJobError is raised; what else goes wrong is the save's outcome.
+        """
+        if self._claims:
+            return None
+        try:
+            self._refuse_beside_live()
+        except Exception as error:
+            if not isinstance(error, OUTCOMES) or isinstance(error, CALLERS_FAULT):
+                raise
+            return self._outcomes.failed(SaveHandle(step, None, self._highest_level), error)
+        self._claims = True
+        return None
 
     def _begin_overlapped(
         self,
@@ -286,6 +334,8 @@ class Checkpointer:
         with self._alone("prewarm"):
             if self._settings.disabled:
                 return
+            if not self._claims:
+                self._refuse_beside_live()
             prepared = self._preparer.agree(self._preparer.prepare(state_dict, None))
             place = self._writer.geometry(prepared.plan, prepared.values)
             self._deferrals.note(prepared.flat.tensors)
@@ -315,7 +365,8 @@ class Checkpointer:
         strict: bool = True,
         cast: bool = False,
         allow_fresh: bool = False,
-        read_only: bool = False,
+        read_only: bool | None = None,
+        take_over: bool = False,
         screen: Callable[[Found], Callable[[str], bool]] | None = None,
     ) -> LoadResult | None:
         """Fills the state dict, in place, from the newest usable generation (or that of `step`). Collective.
@@ -323,17 +374,22 @@ class Checkpointer:
         None means that the job has never saved anything. Where something exists but nothing is usable it raises
         UnusableError with the reason for each generation, unless `allow_fresh` and no tensor was written to. `keys`
         restricts the load to keys with these prefixes; `strict=False` lets keys be missing on either side; `cast`
-        converts dtypes. `screen` is called with what was found before any tensor is read: it raises where that must
-        not be loaded, or says which keys to load.
+        converts dtypes. With `step` and `keys` or `strict=False`, what is whole of a generation that lacks shards is
+        loaded, too. `screen` is called with what was found before any tensor is read: it raises where that must not be
+        loaded, or says which keys to load.
 
         A load takes the job over: what other launches saved above the loaded step is dead from then on, and they
-        can't save any more. `read_only=True` (an evaluation beside the training, say) leaves all that alone.
+        can't save any more. Where trainers of another launch are alive on one of its nodes it raises LiveJobError on
+        all ranks, unless `take_over`. `read_only=True` (an evaluation beside the training, say) changes nothing, in
+        memory or on disk; by default it is `config.load_only`.
         """
         with self._alone("load"):
+            read_only = self.reads_only(read_only, take_over)
             if isinstance(keys, str):
                 raise ConfigError(f"keys: expected a sequence of prefixes, found the string {keys!r}", hint="keys=[…]")
             if self._settings.disabled:
                 return None
+            self._deferrals.forget_frozen()
             began = time.perf_counter()
             ground = self.ground()
             on_disk = take_disk_inventory(
@@ -344,6 +400,7 @@ class Checkpointer:
             )
             self._disk_epoch = max(self._disk_epoch, on_disk.highest_epoch)
             if not read_only:
+                self._claim(take_over=take_over)
                 self._renew_launch()
             recovery = Recovery(ground)
             request = Request(
@@ -358,13 +415,19 @@ class Checkpointer:
                 inventoried = time.perf_counter()
                 try:
                     persist_dir = self.config.persist_dir
-                    result = load_newest(recovery, ground, inventory, on_disk, persist_dir, state_dict, request)
+                    try:
+                        result = load_newest(recovery, ground, inventory, on_disk, persist_dir, state_dict, request)
+                    except (UnusableError, NotFoundError) as error:
+                        result = recovery.load_parts(error, inventory, state_dict, request)
                 except UnusableError as error:
                     if not allow_fresh:
                         raise
                     recovery.refuse_if_touched(error)
                     log.warning("nothing usable; allow_fresh: starting anew")
                     result = None
+                finally:
+                    if not read_only:
+                        recovery.keep_losses()
                 if result is None and inventory.quarantined and not allow_fresh:
                     raise UnusableError(
                         f"job {self._settings.job!r}: nothing but {inventory.quarantined} quarantined shards exist"
@@ -398,15 +461,29 @@ class Checkpointer:
             self._check_enabled()
             from flashckpt.persist.elsewhere import load_path
 
+            self._deferrals.forget_frozen()
             request = Request(strict=strict, cast=cast, screen=screen)
             ground = self.ground()
             with Recovery(ground) as recovery:
                 return load_path(recovery, ground, path, state_dict, request, only_hf=only_hf)
 
-    def start_fresh(self) -> None:
-        """Declares everything that earlier launches saved dead. Collective. Their memory is reused by later saves."""
+    def reads_only(self, read_only: bool | None, take_over: bool) -> bool:
+        """Whether a load with these arguments leaves the job as it is."""
+        chosen = self.config.load_only if read_only is None else read_only
+        if chosen and take_over:
+            why = "config.load_only" if read_only is None else "read_only=True"
+            raise ConfigError(f"load: expected {why} or take_over=True, found both", hint="leave one of them out")
+        return chosen
+
+    def start_fresh(self, *, take_over: bool = False) -> None:
+        """Declares everything that earlier launches saved dead. Collective. Their memory is reused by later saves.
+
+        Raises LiveJobError beside live trainers of another launch, unless `take_over`.
+        """
         with self._alone("start_fresh"):
             if not self._settings.disabled:
+                self._refuse_to_write("start_fresh")
+                self._claim(take_over=take_over)
                 self._renew_launch()
                 self._put_fence(None)
                 self._forget_persisted(False)
@@ -466,6 +543,11 @@ class Checkpointer:
             return generation
 
     @property
+    def overtaken(self) -> str:
+        """Why no save of this launch counts any more. "": no other launch has taken the job over."""
+        return self._outcomes.overtaken
+
+    @property
     def is_on_one_node(self) -> bool:
         return len(self._topology.nodes) == 1
 
@@ -490,17 +572,29 @@ class Checkpointer:
         self._check_enabled()
         self._writer.wait_until_settled(self._topology.node_ranks)
 
-    def take_over_for_dcp(self) -> Launch:
+    def claim_for_dcp(self, *, again: bool = False) -> None:
+        """Raises LiveJobError where another launch has live trainers on this node. Local: DCP tells the other ranks."""
+        self._check_enabled()
+        self._refuse_to_write("save")
+        if again or not self._claims:
+            refuse_beside_live_here(self._topology, self._slots, self._settings.job)
+            self._claims = True
+
+    def take_over_for_dcp(self, *, take_over: bool) -> Launch:
         """As load() does before it looks at anything. Collective."""
         self._check_enabled()
+        self._claim(take_over=take_over)
         self._renew_launch()
         return self._writer.launch
 
     def loaded_by_dcp(self, generation: Generation, launch: Launch | None) -> None:
         """DCP filled the tensors; `launch` is the one that all ranks agreed to go on with, None if only some load."""
+        self._deferrals.forget_frozen()
         if launch is not None:
+            self._claims = True
             self._slots.enter(launch)
             self._attempts.begin()
+            self._outcomes.begin()
             self._attempts.follow()
             if self._topology.is_leader:
                 fence = Fence(step=generation.step, epoch=launch.epoch, nonce=launch.nonce)
@@ -532,36 +626,20 @@ class Checkpointer:
         self._closed = True
         if self._all_closed:
             return
-        if not self._settings.disabled:
-            self._close_all(self.config.save_timeout if timeout is None else timeout)
+        if self._parts is not None:
+            self._parts.close(self.config.save_timeout if timeout is None else timeout)
+            if not self._parts.is_forked:
+                self._outcomes.say_goodbye()
         self._all_closed = True
-
-    def _close_all(self, timeout: float) -> None:
-        """Close all parts, each of which may be closed twice. Each part that waits gets a share of the time."""
-        began = time.monotonic()
-
-        def left(share: float) -> float:
-            return max(0.0, began + share * timeout - time.monotonic())
-
-        with contextlib.suppress(Exception):  # its handle tells
-            self.settle(left(0.6))
-        self._overlap.close()
-        self._prewarm.wait(left(0.8))
-        self._slots.close(left(1.0))
-        if self._overlap.handle is not None or self._prewarm.is_running:
-            # SAFETY: a copy that still writes into a slot needs its mapping.
-            log.warning("a copy did not end within %.1f s of close(): its slot and mapping stay until it ends", timeout)
-        else:
-            resume_collector()
-            self._writer.close()
-            self._store.close()
-        self._group.close()
+        if self._dropped is not None:
+            self._dropped.detach()
 
     def __enter__(self) -> Checkpointer:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with unmasked(kind):
+            self.close()
 
     @property
     def job(self) -> str:
@@ -611,7 +689,8 @@ class Checkpointer:
         return self._threads
 
     @property
-    def _persists(self) -> bool:
+    def persists(self) -> bool:
+        """Return True if somebody writes to persist_dir."""
         return self.config.persist_dir is not None and self._settings.uses_agent
 
     @property
@@ -624,12 +703,31 @@ class Checkpointer:
         if self._settings.disabled:
             raise ClosedError("disabled by FLASHCKPT_DISABLE", hint="unset FLASHCKPT_DISABLE")
 
+    def _refuse_to_write(self, doing: str) -> None:
+        if self.config.load_only:
+            raise ConfigError(
+                f"{doing}: expected a job that may be written to, found load_only=True",
+                hint="leave load_only out of CheckpointConfig",
+            )
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is the copy in a forked child: it belongs to the parent, and can only be closed."""
+        return self._parts is not None and self._parts.is_forked
+
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("this Checkpointer was closed")
+        if self.is_forked:
+            raise ConflictError(
+                f"this Checkpointer belongs to the process that made it, but its fork {os.getpid()} used it",
+                hint="make a Checkpointer of its own in the child",
+            )
 
     def _alone(self, doing: str) -> Turn:
         self._check_open()
+        if not self._settings.disabled:
+            self._group.refuse_if_replaced(doing)
         return self._turns.take(doing, 0 if self._settings.disabled else self._group.rounds)
 
     def _begin(self) -> None:
@@ -649,10 +747,21 @@ class Checkpointer:
         if freed:
             log.info("freed %d slots that an exception in %s() left half written", freed, broken.doing)
 
+    def _claim(self, *, take_over: bool) -> None:
+        """Before the agents are taken over. Asked again at each load: another launch may have overtaken this one."""
+        if not take_over:
+            self._refuse_beside_live()
+        self._claims = True
+
+    def _refuse_beside_live(self) -> None:
+        """Collective."""
+        refuse_beside_live(self._group, self._topology, self._slots, self._settings.job)
+
     def _renew_launch(self) -> None:
         """Collective."""
         take_over(self._group, self._topology, self._slots, highest_epoch(self._store, self._disk_epoch))
         self._attempts.begin()
+        self._outcomes.begin()
 
     def _forget_persisted(self, read_only: bool) -> None:
         """Whoever starts anew does not miss what lay in persist_dir."""

@@ -27,6 +27,7 @@ ENVIRONMENT = {
     "port": "FLASHCKPT_PORT",
     "agent": "FLASHCKPT_AGENT",
     "verify": "FLASHCKPT_VERIFY",
+    "single_process": "FLASHCKPT_SINGLE_PROCESS",
     "tls_cert": "FLASHCKPT_TLS_CERT",
     "tls_key": "FLASHCKPT_TLS_KEY",
     "tls_ca": "FLASHCKPT_TLS_CA",
@@ -225,7 +226,12 @@ class CheckpointConfig:
     """A manager saves step 1 to memory and reads it back: a job that can't save should show it at once."""
 
     load_only: bool = False
-    """A manager loads but never saves."""
+    """For an evaluation beside the training: loads are read-only, saves are skipped, nothing is written anywhere."""
+
+    single_process: bool | None = None
+    """Whether this process saves and loads alone although its environment is that of a launcher's rank (WORLD_SIZE is
+    above 1): a tool that a rank starts, say. Default: FLASHCKPT_SINGLE_PROCESS, else False. Then a process without a
+    process group in such an environment is refused, because each rank would be a job of one."""
 
     exclude_from_loading: tuple[str, ...] = ()
     """Parts that a manager leaves as they are when it loads, e.g. ("optimizer", "lr_scheduler")."""
@@ -431,6 +437,8 @@ class Settings:
     uses_agent: bool
     verifies: bool  # checksums, while loading
     rechecks: bool  # every overlapped save, by checksums
+    launcher_world: int  # the number of ranks that the launcher has started; 1: no launcher, or only this one
+    single_process: bool  # this process is alone in spite of that
     disabled: bool
 
     @property
@@ -461,11 +469,12 @@ def resolve(config: CheckpointConfig, environ: Mapping[str, str] = os.environ) -
     agent = given("agent") or "auto"
     if agent not in ("auto", "off"):
         raise ConfigError(f"FLASHCKPT_AGENT: expected auto or off, found {agent!r}")
-    if agent == "off" and config.persist_dir is not None and not config.load_only and not disabled:
+    flushes = config.persist_on_exit or config.persist_interval or config.persist_interval_minutes
+    if agent == "off" and config.persist_dir is not None and flushes and not (config.load_only or disabled):
         raise ConfigError(
             "persist_dir with agent='off': expected an agent, which writes there, found that it is off",
             hint="leave CheckpointConfig(agent=…) and FLASHCKPT_AGENT at their defaults; or leave persist_dir out; "
-            "load_only=True loads from it without an agent",
+            "load_only=True, or persist_on_exit=False without an interval, only loads from it",
         )
     verify = _verify(given("verify"))
     return Settings(
@@ -480,6 +489,8 @@ def resolve(config: CheckpointConfig, environ: Mapping[str, str] = os.environ) -
         uses_agent=agent == "auto",
         verifies=verify is not False,
         rechecks=verify == "recheck",
+        launcher_world=_launcher_world(environ),
+        single_process=_switch("FLASHCKPT_SINGLE_PROCESS", given("single_process")),
         disabled=disabled,
     )
 
@@ -491,6 +502,19 @@ def _verify(value: bool | str | None) -> bool | str:
     if value not in known:
         raise ConfigError(f"FLASHCKPT_VERIFY: expected recheck, on or off, found {value!r}")
     return known[value]
+
+
+def _switch(name: str, value: bool | str | None) -> bool:
+    known: dict[bool | str | None, bool] = {None: False, "0": False, "1": True, False: False, True: True}
+    if value not in known:
+        raise ConfigError(f"{name}: expected 1 or 0, found {value!r}")
+    return known[value]
+
+
+def _launcher_world(environ: Mapping[str, str]) -> int:
+    """As torchrun tells its workers."""
+    text = environ.get("WORLD_SIZE", "")
+    return int(text) if text.isascii() and text.isdigit() else 1
 
 
 def _port(value: int | str | None) -> int:

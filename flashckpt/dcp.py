@@ -38,6 +38,7 @@ from flashckpt.format.layout import encode_layout, fingerprint
 from flashckpt.launch import next_launch
 from flashckpt.load.agree import StepBackError, agree
 from flashckpt.load.assumed import piece_of
+from flashckpt.load.claim import refuse_beside_live_here
 from flashckpt.load.plan import Transfer, Want
 from flashckpt.load.read import Target
 from flashckpt.load.recover import Recovery
@@ -89,6 +90,17 @@ class _Foreign:
             slots = OwnSlots(store, origin.launch, config)
         self.writer = ShardWriter(store, slots, origin.settings.job, config, threads)
         self.seq, self.step = _FOREIGN_SEQ, -1
+        self._claims = False
+
+    @staticmethod
+    def of(origin: DcpOrigin) -> _Foreign:
+        return _foreign.get(origin) or _foreign.setdefault(origin, _Foreign(origin))
+
+    def claim(self, origin: DcpOrigin) -> None:
+        """As Checkpointer.claim_for_dcp."""
+        if not self._claims:
+            refuse_beside_live_here(origin.topology, self.writer.slots, origin.settings.job)
+            self._claims = True
 
     def next_generation(self, step: int) -> Generation:
         self.seq = self.seq + 1 if step == self.step else _FOREIGN_SEQ
@@ -134,6 +146,11 @@ class FlashWriter(StorageWriter):
             self._world = self._origin.topology.world
 
     def prepare_local_plan(self, plan: DcpSavePlan) -> DcpSavePlan:
+        # Here, where DCP still stops all ranks if one raises: to write takes the agents over.
+        if self._checkpointer is not None:
+            self._checkpointer.claim_for_dcp()
+        else:
+            _Foreign.of(self._origin).claim(self._origin)
         # The coordinator's planner leaves each plain tensor to one rank, and the plan no longer tells who else has it.
         return replace(plan, storage_data=tuple(item.index.fqn for item in plan.items if _is_assumed(item)))
 
@@ -167,7 +184,7 @@ class FlashWriter(StorageWriter):
         if self._checkpointer is not None:
             self.generation = self._checkpointer.write_for_dcp(step, self._rank, world, ours, flat, values)
         else:
-            foreign = _foreign.get(self._origin) or _foreign.setdefault(self._origin, _Foreign(self._origin))
+            foreign = _Foreign.of(self._origin)
             self.generation = foreign.next_generation(step)
             try:
                 foreign.writer.write(ShardId(self.generation, self._rank, world), ours, flat, values)
@@ -293,11 +310,20 @@ def _to_stream(value: Any) -> io.BytesIO:
 class FlashReader(StorageReader):
     """Storage reader for `dcp.load`: the newest usable generation, or that of `step`.
 
-    Like `Checkpointer.load`, a load of all ranks takes the job over, unless `read_only`.
+    Like `Checkpointer.load`, a load of all ranks takes the job over, unless `read_only`. Beside live trainers of
+    another launch it raises LiveJobError, unless `take_over`.
     """
 
-    def __init__(self, checkpointer: Checkpointer, step: int | None = None, *, read_only: bool = False) -> None:
-        self._read_only = read_only
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        step: int | None = None,
+        *,
+        read_only: bool | None = None,
+        take_over: bool = False,
+    ) -> None:
+        self._read_only = checkpointer.reads_only(read_only, take_over)
+        self._take_over = take_over
         self._checkpointer = checkpointer
         self._given_step = step
         self._step = step
@@ -334,10 +360,13 @@ class FlashReader(StorageReader):
         checkpointer = self._checkpointer
         checkpointer.settle_for_dcp()
         alone = checkpointer.is_on_one_node
-        self._launch = None if alone or self._read_only else checkpointer.take_over_for_dcp()
+        self._launch = None if alone or self._read_only else self._begin_launch()
         self._ground = checkpointer.ground(alone=alone)
         self._attempt = Recovery(self._ground).find(self._step)
         return _metadata(self._attempt)
+
+    def _begin_launch(self) -> Launch:
+        return self._checkpointer.take_over_for_dcp(take_over=self._take_over)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._rank = kwargs.get("rank", self._checkpointer.topology.rank)
@@ -355,6 +384,8 @@ class FlashReader(StorageReader):
         launch = self._launch
         if launch is None and len(plans) == self._checkpointer.topology.world and not self._read_only:
             # All ranks load: what they save from now on follows this generation.
+            if not self._take_over:
+                self._checkpointer.claim_for_dcp(again=True)
             launch = next_launch(self._checkpointer.store.highest_epoch())
         return [replace(plan, storage_data=launch) for plan in plans]
 

@@ -18,6 +18,7 @@
     ├── RetrieveError                                not found: no holder could give what a node lacks of a shard
     ├── AmbiguousHistoryError                        two unrelated histories, nothing says which is dead
     ├── FencedError                                  a newer launch owns the job
+    ├── LiveJobError                                 you: the trainers of another launch still run
     ├── AgentError             (ConnectionError)    this node's agent can't be started, reached or used
     ├── PeerError              (ConnectionError)    another node's agent is broken, hung or unreachable
     ├── DeniedError            (PermissionError)    a credential is missing, expired or another job's
@@ -183,6 +184,20 @@ class FencedError(FlashError):
     """A newer launch owns the job; this one is dead and must not write."""
 
     code = "FC-JOB-001"
+
+
+class LiveJobError(FlashError):
+    """Raised on all ranks when the trainers of another launch of the job still run. Nothing was changed.
+
+    Not raised with `take_over=True` or `read_only=True`, nor for trainers that have ended or were overtaken themselves.
+    `trainers`: for each of them a mapping with `node`, `rank`, `pid` and `since` (seconds since 1970).
+    """
+
+    code = "FC-JOB-002"
+    default_hint = (
+        "for an evaluation beside it: load(read_only=True), or CheckpointConfig(load_only=True); to stop its saves and "
+        "go on in its place: load(take_over=True); for a run of its own: another job name"
+    )
 
 
 class AgentError(FlashError, ConnectionError):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import logging
+import os
 import struct
 import time
+import weakref
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
@@ -15,6 +19,8 @@ from flashckpt.errors import ConflictError, DeadlineError, IncompatibleError, Ot
 if TYPE_CHECKING:
     import contextlib
     from collections.abc import Callable
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -39,6 +45,8 @@ class PrivateGroup:
         self.rank, self.world = 0, 1
         self.global_ranks: tuple[int, ...] = (0,)
         self.spans_the_world = True
+        default = _default_group()  # not kept alive: the user may destroy it
+        self._default: weakref.ref[dist.ProcessGroup] | None = None if default is None else weakref.ref(default)
         if not (dist.is_available() and dist.is_initialized()):
             if process_group is not None:
                 raise IncompatibleError("process_group given, but torch.distributed is not initialised")
@@ -53,6 +61,7 @@ class PrivateGroup:
         self.global_ranks = tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
         self.spans_the_world = self.world == dist.get_world_size()
         if self.world > 1:
+            _outlive_forks(self)
             self._group = self._checked(
                 "making the private group",
                 lambda: dist.new_group(
@@ -70,6 +79,7 @@ class PrivateGroup:
         group = cls.__new__(cls)
         group._timeout, group._group = 0.0, None
         group._rounds, group._left = 0, ""
+        group._default = None
         group.rank, group.world, group.global_ranks, group.spans_the_world = 0, 1, (0,), False
         return group
 
@@ -81,6 +91,7 @@ class PrivateGroup:
         """
         if self._group is None:
             return [payload]
+        self._refuse_if_destroyed(doing)
         if self._left:
             raise ConflictError(
                 f"{doing}: on rank {self.rank} of {self.world} an exception ended an earlier call ({self._left}) in "
@@ -148,10 +159,41 @@ class PrivateGroup:
         if self._group is not None and self._rounds > since:
             self._left = self._left or doing
 
+    def refuse_if_replaced(self, doing: str) -> None:
+        """Raise ConflictError if torch has another default group now: its ranks need not be those of this group."""
+        now = _default_group()
+        if now is None or now is self._default_now():
+            return
+        if self.world == 1 and (not self.spans_the_world or dist.get_world_size() == 1):
+            return  # this process by itself, now as then
+        raise ConflictError(
+            f"{doing}: expected torch's process group to be the one that this Checkpointer was made over, found that "
+            f"it was replaced by another one, of {dist.get_world_size()} ranks",
+            hint="close the Checkpointer or manager before destroy_process_group(), and make another one after "
+            "init_process_group(), on all ranks",
+        )
+
+    def _default_now(self) -> dist.ProcessGroup | None:
+        """Torch's default group that this one was made over. None: there was none, or it is gone."""
+        return None if self._default is None else self._default()
+
+    def _refuse_if_destroyed(self, doing: str) -> None:
+        """Before a collective."""
+        if self._default_now() is None or _default_group() is None:
+            raise ConflictError(
+                f"{doing}: expected torch's process group, which this Checkpointer was made over, found that it was "
+                "destroyed",
+                hint="close the Checkpointer or manager before destroy_process_group(); to load, make another one "
+                "after init_process_group(), on all ranks",
+            )
+
     def close(self) -> None:
-        """May be called twice."""
+        """May be called twice. A group that torch has destroyed with its default group is gone already."""
         if self._group is not None and dist.is_initialized():
-            dist.destroy_process_group(self._group)
+            try:
+                dist.destroy_process_group(self._group)
+            except (ValueError, RuntimeError, AssertionError) as error:
+                log.info("the private group was destroyed before: %s", error)
         self._group = None
 
     def _checked(self, doing: str, call: Callable[[], T]) -> T:
@@ -167,6 +209,34 @@ class PrivateGroup:
                 hint="all ranks have to make the same calls in the same order; look for a rank that died or lags",
                 rank=self.rank,
             ) from error
+
+
+_of_this_process: weakref.WeakSet[PrivateGroup] = weakref.WeakSet()
+_looks_after_forks: list[bool] = []
+
+
+def _outlive_forks(group: PrivateGroup) -> None:
+    """Keep the group, and torch's default one, in every forked child until it is gone.
+
+    The destructor of a gloo group waits for its threads. In a child there are none, so that the child would hang, or
+    abort, at its end.
+    """
+    if not _looks_after_forks:
+        _looks_after_forks.append(True)
+        os.register_at_fork(after_in_child=_keep_for_ever)
+    _of_this_process.add(group)
+
+
+def _keep_for_ever() -> None:
+    groups = [group._group for group in list(_of_this_process)]
+    for group in (*groups, _default_group()):
+        if group is not None:
+            # A reference that is never given back: also not when the interpreter clears its modules.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+def _default_group() -> dist.ProcessGroup | None:
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
 def _who(problems: dict[int, str]) -> str:

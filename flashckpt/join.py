@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from flashckpt.address import advertised_address
 from flashckpt.agent.link import AgentLink
 from flashckpt.agent.process import SOCKET_NAME
-from flashckpt.agent.start import ensure_agent, options_of
+from flashckpt.agent.start import ensure_agent, options_of, stage_timeout
 from flashckpt.errors import ConfigError, OtherRankError
 from flashckpt.load.agent_memory import AgentMemory
 from flashckpt.load.holders import Holders
@@ -47,11 +47,11 @@ def join(
 
     `undo` gets callbacks that close what is open if it fails.
     """
-    timeout = settings.config.start_timeout
+    timeout = stage_timeout(settings.config.start_timeout)
     options = options_of(settings)
     link = _link(settings, topology, store)
     undo.callback(link.close)  # before open(): an exception may come at any moment
-    group.together("connecting to the agents", lambda: link.open(min(30.0, timeout)))
+    group.together("connecting to the agents", lambda: link.open(timeout))
     bundle, addresses = _meet(group, settings, topology, link) if len(topology.nodes) > 1 else (None, [""])
     session = _session(settings, topology, launch, addresses)
     slots = AgentSlots(store, link, session, bundle, settings.config)
@@ -64,7 +64,7 @@ def rejoin(settings: Settings, topology: Topology, store: SlotStore, session: Se
     """The same for another process that acts for a rank; local."""
     link = _link(settings, topology, store)
     try:
-        link.open(30.0)
+        link.open(settings.config.start_timeout)
         return AgentSlots(store, link, session, None, settings.config)
     except BaseException:
         link.close()
@@ -132,7 +132,9 @@ def _meet(
             return ""
         host = advertised_address(settings.advertise, all_local=on_one_machine)
         return link.call(
-            lambda client, ticket, _: client.listen(ticket, bundle, host, settings.port), 30.0, "listening for nodes"
+            lambda client, ticket, _: client.listen(ticket, bundle, host, settings.port),
+            stage_timeout(settings.config.start_timeout),
+            "listening for nodes",
         )
 
     mine = group.together("listening for other nodes", listen)

@@ -7,15 +7,18 @@ import dataclasses
 import logging
 import signal
 import time
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from flashckpt.checkpointer import Checkpointer
+from flashckpt.closing import unmasked
 from flashckpt.config import CheckpointConfig
-from flashckpt.errors import ClosedError, ConfigError, ConflictError, FlashError
+from flashckpt.errors import ClosedError, ConfigError, ConflictError, FlashError, LiveJobError
 from flashckpt.training.assemble import DATALOADER, KNOWN, MODEL, TrainingState
 from flashckpt.training.cooldown import Cooldown
 from flashckpt.training.files import persisted_steps, write_file
 from flashckpt.training.gate import OptimizerGate
+from flashckpt.training.hooks import Hooks
 from flashckpt.training.metrics import Event, Metrics, Recorder
 from flashckpt.training.milestones import bring_home, prove_first
 from flashckpt.training.names import Renaming
@@ -97,6 +100,9 @@ class CheckpointManager:
         self._initial: LoadResult | None = None
         self._to_flush: list[SaveHandle] = []
         self._gate = OptimizerGate(self.config.save_timeout, self._recorder.held)
+        self._hooks = Hooks(self._gate)
+        self._dropped = weakref.finalize(self, self._hooks.drop)
+        self._dropped.atexit = False
         self._checkpointer = Checkpointer(self.config, process_group=process_group)
         self._checkpointer.raises_flush_failures = False
         self._recorder.flush_news = self._checkpointer.flush_news
@@ -187,9 +193,10 @@ class CheckpointManager:
 
     def _check_persist(self, persist: bool | None) -> None:
         """Refuse to promise what nobody would do."""
-        if persist and self.config.persist_dir is None:
+        if persist and not (self._checkpointer.persists or self._checkpointer.disabled):
+            found = "none" if self.config.persist_dir is None else "that nobody writes there (agent='off')"
             raise ConfigError(
-                "persist=True or permanent=True: expected persist_dir too, found none",
+                f"persist=True or permanent=True: expected persist_dir too, found {found}",
                 hint="set CheckpointConfig(persist_dir=…), or leave the argument out",
             )
 
@@ -200,16 +207,17 @@ class CheckpointManager:
             self._pre_snapshot()
         self.maybe_wait_for_staging()
         taken = time.perf_counter()
-        state = self._state.capture()
-        captured = time.perf_counter() - taken
-        handle = self._checkpointer.save(
-            step,
-            state,
-            extra=extra,
-            overlap=overlap,
-            defers=self._state.changes_only_in_step() if overlap else None,
-            on_begin=self._gate.close_behind,
-        )
+        with self._gate.shut():
+            state = self._state.capture()
+            captured = time.perf_counter() - taken
+            handle = self._checkpointer.save(
+                step,
+                state,
+                extra=extra,
+                overlap=overlap,
+                defers=self._state.changes_only_in_step() if overlap else None,
+                on_begin=self._gate.close_behind,
+            )
         handle.blocked_seconds += captured
         self._handle = handle
         self._recorder.saved(handle, began)
@@ -224,6 +232,7 @@ class CheckpointManager:
     def _poll(self) -> None:
         """What happened in the background since the last call."""
         self._ask_flushes()
+        self._recorder.overtaken(self._seen or 0, self._checkpointer.overtaken)
         self._recorder.poll()
 
     def _ask_flushes(self) -> None:
@@ -253,6 +262,8 @@ class CheckpointManager:
             return
         try:
             self.prewarm(background=True)
+        except LiveJobError:
+            raise
         except FlashError as error:
             log.warning("no memory was made ahead of the first save, which will meet this too: %s", error)
 
@@ -270,6 +281,8 @@ class CheckpointManager:
         on_mismatch: OnMismatch = "raise",
         cast: bool = False,
         allow_fresh: bool = False,
+        read_only: bool | None = None,
+        take_over: bool = False,
     ) -> LoadResult | None:
         """Restores the newest usable checkpoint, or that of `step`. None: the job has never saved one. Collective.
 
@@ -281,6 +294,10 @@ class CheckpointManager:
         (safetensors; only the model, converted to its dtypes). Where the job has saved
         nothing, `config.initial_load_path` is taken; with `initial_load_model_only` that is still a fresh start: None
         is returned, and `initial_load` has the result.
+
+        `read_only` leaves the job as it is, in memory and on disk, for an evaluation beside the training; it is the
+        default with `config.load_only`. Without it, a load beside live trainers of another launch raises
+        LiveJobError; `take_over=True` takes the job from them, and their saves fail from then on.
         """
         self._check_free("load")
         self.maybe_wait_for_staging()
@@ -301,6 +318,8 @@ class CheckpointManager:
                 strict=strict,
                 cast=cast,
                 allow_fresh=allow_fresh,
+                read_only=read_only,
+                take_over=take_over,
                 screen=lambda found: screen(found, wish, self._state.model, self._state.optimizer),
             )
         if result is not None:
@@ -483,6 +502,7 @@ class CheckpointManager:
         return write_file(self.config.persist_dir, name, contents, step=step, overwrite=overwrite)
 
     def metrics(self) -> Metrics:
+        self._recorder.overtaken(self._seen or 0, self._checkpointer.overtaken)
         return self._recorder.metrics(time.time())
 
     @property
@@ -503,7 +523,7 @@ class CheckpointManager:
         if self._signals is not None:
             self._signals.restore()
         board = StopBoard(*(("", 1) if self._checkpointer.disabled else self._checkpointer.launch_name))
-        self._signals = SignalHandlers(signals, deadline, board, exit_code)
+        self._signals = self._hooks.signals = SignalHandlers(signals, deadline, board, exit_code)
         return self._signals
 
     @property
@@ -533,6 +553,9 @@ class CheckpointManager:
         self._closed = True
         if self._all_closed:
             return
+        if self._checkpointer.is_forked:
+            self._close_forked()
+            return
         deadline = time.monotonic() + self.config.save_timeout
         self._end_load()
         with contextlib.suppress(Exception):  # its handle tells
@@ -545,20 +568,39 @@ class CheckpointManager:
         self._recorder.poll()
         self._checkpointer.close(max(0.0, deadline - time.monotonic()))
         self._all_closed = True
+        self._dropped.detach()
+
+    def _close_forked(self) -> None:
+        """In a forked child: hooks and handlers are its own copies, all else is the parent's."""
+        self._gate.remove()
+        if self._signals is not None:
+            self._signals.restore()
+        self._checkpointer.close()
+        self._all_closed = True
+        self._dropped.detach()
 
     def __enter__(self) -> CheckpointManager:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            if kind is None:
+            if kind is None and not self._checkpointer.is_forked:
                 self.finalize()
+        except BaseException as error:
+            kind = type(error)
+            raise
         finally:
-            self.close()
+            with unmasked(kind):
+                self.close()
 
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("this CheckpointManager was closed")
+        if self._checkpointer.is_forked:
+            raise ConflictError(
+                "this CheckpointManager belongs to the process that made it, but its fork used it",
+                hint="make a manager of its own in the child",
+            )
 
     def _check_free(self, doing: str) -> None:
         self._check_open()

@@ -8,6 +8,9 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
+
+from flashckpt.errors import ConfigError
 from flashckpt.group import PrivateGroup
 from flashckpt.launch import agree_launch, agree_topology
 from flashckpt.load.memory import OwnMemory
@@ -18,8 +21,6 @@ from flashckpt.workers import on_main_thread, run_in_thread
 
 if TYPE_CHECKING:
     import contextlib
-
-    import torch.distributed as dist
 
     from flashckpt.config import Settings
     from flashckpt.load.memory import NodeMemory
@@ -46,6 +47,7 @@ class Opened:
 def open_all(settings: Settings, process_group: dist.ProcessGroup | None, undo: contextlib.ExitStack) -> Opened:
     """Opens all parts. `undo`, which the caller owns, gets callbacks that close what is open if anything fails."""
     config = settings.config
+    _refuse_lonely_rank(settings, process_group)
     group = PrivateGroup(process_group, config.start_timeout, undo)
     settings = dataclasses.replace(settings, job=_job_of(group, settings))
     store = SlotStore.open(
@@ -61,6 +63,27 @@ def open_all(settings: Settings, process_group: dist.ProcessGroup | None, undo: 
     launch = agree_launch(group, highest_epoch(store, 0))
     slots, memory = _open_slots(group, settings, topology, store, launch, undo)
     return Opened(settings, group, store, topology, threads, slots, memory)
+
+
+def _refuse_lonely_rank(settings: Settings, process_group: dist.ProcessGroup | None) -> None:
+    """Refuse a rank of a launcher that has no process group: each would be a job of one, under the same name."""
+    is_initialized = dist.is_available() and dist.is_initialized()
+    if process_group is not None:
+        return
+    if settings.single_process:
+        if is_initialized and dist.get_world_size() > 1:
+            raise ConfigError(
+                f"single_process: expected no process group, found one of {dist.get_world_size()} ranks",
+                hint="leave single_process out, or pass a process_group of this rank alone",
+            )
+    elif settings.launcher_world > 1 and not is_initialized:
+        raise ConfigError(
+            f"job {settings.job!r}: expected a process group of {settings.launcher_world} ranks (WORLD_SIZE), found "
+            "that torch.distributed is not initialised: each rank would save and load alone",
+            hint="call torch.distributed.init_process_group() before you make the Checkpointer or manager, or pass "
+            "process_group=; a tool that works alone beside the ranks sets single_process=True "
+            "(FLASHCKPT_SINGLE_PROCESS=1)",
+        )
 
 
 def default_threads(ranks_on_node: int) -> int:
@@ -99,16 +122,15 @@ def _start_agent(settings: Settings, topology: Topology) -> None:
 
     Runs in a thread: an exception inside gRPC, or inside its import, would leave gRPC unusable in this process.
     """
-    timeout = min(30.0, settings.config.start_timeout)
 
     def start() -> None:
         # Imported here: without an agent no gRPC is needed.
-        from flashckpt.agent.start import ensure_agent, options_of
+        from flashckpt.agent.start import ensure_agent, options_of, stage_timeout
         from flashckpt.rpc.settings import prepare_trainer
 
         prepare_trainer()
         if topology.is_leader:
-            ensure_agent(options_of(settings), timeout, meanwhile=_load_join)
+            ensure_agent(options_of(settings), stage_timeout(settings.config.start_timeout), meanwhile=_load_join)
         else:
             _load_join()
 

@@ -61,6 +61,18 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True)
+class Claimant:
+    """A live trainer of the launch that a node's agent works for."""
+
+    process: str  # tells the process apart from every other, of any machine
+    pid: int
+    rank: int
+    launch: Launch
+    claimed_at: float  # when it began that launch, in seconds since 1970
+    is_ending: bool  # a signal is about to end it, or it is on its way out
+
+
+@dataclass(frozen=True, slots=True)
 class Fence:
     """Generations of launches older than (epoch, nonce) with a step above `step` are dead."""
 
@@ -154,6 +166,15 @@ class Record:
     replicas: int  # copies that every shard had on other nodes; may be fewer than asked for on a small cluster
     committed_at: float  # seconds since 1970, for people
     keeps: tuple[Generation, ...] = ()  # older ones that stay beside it, newest first; the coordinator decided
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A generation with shards that no node had which took part or answered, when somebody last looked."""
+
+    generation: Generation
+    ranks: tuple[int, ...]  # whose shards, or the first of them
+    reason: str
 
 
 class Box(NamedTuple):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import _thread
 import atexit
 import contextlib
+import os
 import threading
 import time
 import weakref
@@ -220,18 +221,21 @@ def _begin(thread: threading.Thread) -> None:
 
 
 _at_exit: weakref.WeakSet[Worker] = weakref.WeakSet()
-_waits_at_exit: list[bool] = []
+_waits_at_exit: list[int] = []  # in these processes
 
 
 def _wait_at_exit(worker: Worker) -> None:
-    if not _waits_at_exit:
+    if os.getpid() not in _waits_at_exit:
         # Not at import: what is registered later runs earlier, and this must run before gRPC, for one, is shut down.
-        _waits_at_exit.append(True)
+        _waits_at_exit.append(os.getpid())
+        _at_exit.clear()  # in a forked child: the parent's
         atexit.register(_finish_all)
     _at_exit.add(worker)
 
 
 def _finish_all() -> None:
+    if os.getpid() not in _waits_at_exit:
+        return  # a forked child has none of the threads
     deadline = time.monotonic() + _EXIT_SECONDS
     for worker in list(_at_exit):
         worker.wait_idle(max(0.0, deadline - time.monotonic()))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import gc
 import os
 import shutil
 import signal
@@ -32,6 +34,13 @@ def memory_dir():
     path = tempfile.mkdtemp(prefix="flashckpt-test-", dir="/dev/shm")
     yield path
     shutil.rmtree(path, ignore_errors=True)
+
+
+def count_objects():
+    """How many there are of each type in this process."""
+    gc.collect()
+    kinds = (type(one) for one in gc.get_objects())
+    return collections.Counter(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)
 
 
 def environment(**extra):

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from flashckpt.agent.healing import Healing
 from flashckpt.agent.messages import PushEnd
+from flashckpt.agent.verdict import Word
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -54,11 +55,18 @@ class Copying:
         self._healing = Healing(self._standing.node_id, session, placement, limits.peer_timeout, limits.pushes_per_node)
 
     @property
-    def health(self) -> tuple[Health, float] | None:
-        """How what is kept stands, and since when that is known: the healer's last word."""
+    def health(self) -> Word | None:
+        """How what is kept stands: the last word of a healer."""
         return self._healing.health if self._healing is not None else None
 
     # --- what is kept ---------------------------------------------------------------------------------------
+
+    def holdings(self, generation: Generation) -> dict[str, frozenset[int]]:
+        """By member, the ranks whose shards it is known to have first hand: this node's, and as the healer those of all
+        that count."""
+        mine = frozenset(shard.rank for shard in self._custody.held if shard.generation == generation)
+        known = self._healing.holdings(generation) if self._healing is not None else {}
+        return {**known, self._standing.node_id: mine}
 
     def hear_kept(self, generation: Generation, now: float) -> None:
         """A member says that it is committed. Only the coordinator's word licenses anything to go; but where the
@@ -96,14 +104,14 @@ class Copying:
         for holds in self.holds(now) if healer != self._standing.node_id else ():
             self._outbox.send(healer, holds, now)
 
-    def take_answer(self, answer: Answer, now: float) -> None:
+    def take_answer(self, sender: str, answer: Answer, now: float) -> None:
         """Of the healer, and of nobody else: what is to be taken from whom."""
         if answer.health is not None and answer.health.committed:
             # The healer itself may know it from others only, and then has no record to show.
             self.hear_kept(answer.health.generation, now)
         if self._healing is None or answer.health is None or answer.health.generation != self._ledger.kept:
             return
-        self._healing.health = (answer.health, now)
+        self._healing.health = Word(answer.health, now, sender)
         self._healing.expect(answer.health.generation, answer.copies, now)
         self._make(answer.copies, now)
 

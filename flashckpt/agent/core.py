@@ -73,9 +73,10 @@ from flashckpt.types import Level
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from flashckpt.agent.verdict import Word
     from flashckpt.placement import Placement
     from flashckpt.types import Fence, Generation, Held, Launch, Record, Session, ShardId
-    from flashckpt.wire import Health, Report
+    from flashckpt.wire import Report
 
 
 class AgentCore:
@@ -173,7 +174,7 @@ class AgentCore:
         return self.custody.acks
 
     @property
-    def health(self) -> tuple[Health, float] | None:
+    def health(self) -> Word | None:
         return self.copying.health
 
     def silent(self, now: float) -> dict[str, tuple[float, str]]:

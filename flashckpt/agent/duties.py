@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from flashckpt.agent.flush_policy import who_orders
@@ -41,14 +40,27 @@ class Duties:
     def is_orderer(self, now: float) -> bool:
         return self.orderer(now)[0] == self._standing.node_id
 
-    def beats_to(self, healer: str) -> set[str]:
-        """Nodes that a beat goes to: those that keep replicas of ours, the coordinator, the healer, and whoever would
-        be it if it answered."""
+    def beats_to(self, healer: str, now: float) -> set[str]:
+        """Nodes that a beat goes to: those that keep replicas of ours, the coordinator, the healer, whoever would be it
+        if it answered, and the next one where the healer itself does not answer at the moment.
+
+        The healer asks also those that have been quiet for half the time after which they count as lost: one that is
+        gone is then known to be gone sooner.
+        """
         session, placement, node_id = self._standing.session, self._standing.placement, self._standing.node_id
         if session is None or placement is None:
             return set()
         mine = self._standing.member(node_id)
         nodes = {node for rank in mine.ranks for node in placement.buddies(rank)} if mine else set()
-        members = (member.node_id for member in session.members)
-        nodes |= {session.coordinator, healer, *takewhile(lambda node: node != healer, members)}
+        nodes |= {session.coordinator, healer}
+        silent = self.silent(now)
+        for member in session.members:
+            if member.node_id == node_id:
+                break
+            nodes.add(member.node_id)
+            peer = self._peers.get(member.node_id)
+            if member.node_id not in silent and (peer is None or not peer.is_unreachable):
+                break
+        if healer == node_id:
+            nodes |= {name for name, peer in self._peers.items() if now - peer.heard_at > self._patience / 2}
         return nodes - {node_id}

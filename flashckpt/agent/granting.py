@@ -9,6 +9,8 @@ from flashckpt.agent.messages import Grant, RefuseBusy, RefuseFenced
 from flashckpt.types import age_order
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from flashckpt.agent.custody import Custody
     from flashckpt.agent.ledger import Ledger
     from flashckpt.agent.messages import SlotWanted
@@ -17,6 +19,10 @@ if TYPE_CHECKING:
     from flashckpt.agent.standing import Standing
     from flashckpt.agent.transfers import Transfers
     from flashckpt.types import Generation, ShardId
+
+
+# A receiver is short for a moment as a rule: it has not yet let go of what the commit before has made needless.
+_SHORT_SECONDS = 5.0
 
 
 class Granting:
@@ -99,10 +105,19 @@ class Granting:
         used -= {s for s in used if self._releasing.is_only_flushed(s.generation)}
         if len(used - {shard}) < session.slots_per_rank:
             return Grant(request.request_id)
-        if request.may_wait and now < request.deadline:
+        given_up = self._ledger.voids.get(shard.generation)
+        if request.may_wait and now < request.deadline and not given_up and not self._is_short(used, now):
             return None
         waits = "; ".join(self._why_pending(s) for s in sorted(used, key=lambda s: age_order(s.generation)))
-        return RefuseBusy(request.request_id, f"{shard}: all {session.slots_per_rank} slots are needed: {waits}")
+        why = f"{shard}: all {session.slots_per_rank} slots are needed: {waits}"
+        return RefuseBusy(
+            request.request_id, f"{why}; and this generation was given up: {given_up}" if given_up else why
+        )
+
+    def _is_short(self, used: Collection[ShardId], now: float) -> bool:
+        """Whether a slot is taken by what another node has had no room for, for so long that waiting does not help."""
+        since = [one.short_since for shard in used for one in self._transfers.of(shard)]
+        return any(one is not None and now - one > _SHORT_SECONDS for one in since)
 
     def _why_pending(self, shard: ShardId) -> str:
         record = self._ledger.threshold

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from flashckpt.agent.heal import heal, holders_of
 from flashckpt.agent.survival import survival
+from flashckpt.agent.verdict import Word
 from flashckpt.wire import Health, Holds, Refusal
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class Healing:
         self._placement = placement
         self._patience = patience  # a node that has said nothing for so long does not count
         self._per_node = per_node
-        self.health: tuple[Health, float] | None = None  # the last word, and when it came
+        self.health: Word | None = None  # the last word of a healer
         # as a holder
         self._refusals: dict[tuple[ShardId, str], tuple[Refusal, float]] = {}
         self._made: dict[tuple[ShardId, str], float] = {}
@@ -45,6 +46,7 @@ class Healing:
         self._looked_at: float | None = None
         self._decided: dict[str, Holds] = {}  # what the following was decided on
         self._found: Health | None = None
+        self._holdings: dict[str, frozenset[int]] = {}  # by node that counted: ranks whose shards it has, as agreed
         self._copies: tuple[Copy, ...] = ()
         self._told: set[Copy] = set()  # of these, those that their targets have heard of
 
@@ -112,7 +114,7 @@ class Healing:
         self._decided = live
         self._found = self._decide(generation, live)
         if self._found is not None:
-            self.health = (self._found, now)
+            self.health = Word(self._found, now, self._node_id)
 
     def rest(self) -> None:
         """Another node is the healer."""
@@ -137,8 +139,13 @@ class Healing:
             self._decided = live
             self._found = self._decide(mine.generation, live)
         if self._found is not None:
-            self.health = (self._found, now)
+            self.health = Word(self._found, now, self._node_id)
         self.expect(mine.generation, self.copies_for(self._node_id), now)
+
+    def holdings(self, generation: Generation) -> dict[str, frozenset[int]]:
+        """As the healer: by member that counts, the ranks whose shards of this generation it has."""
+        is_current = self._looked_at is not None and self._found is not None and self._generation == generation
+        return dict(self._holdings) if is_current else {}
 
     def answer_to(self, node_id: str) -> tuple[Health | None, tuple[Copy, ...]]:
         """What a node hears that has told what it has; nothing where this one is not the healer."""
@@ -168,6 +175,7 @@ class Healing:
             node: [r for r, digest in zip(holds.ranks, holds.digests, strict=True) if contents.get(r) == digest]
             for node, holds in live.items()
         }
+        self._holdings = {node: frozenset(ranks) for node, ranks in holdings.items()}
         holders = holders_of(holdings)
         copies, reason = heal(
             holdings,

@@ -18,7 +18,8 @@ from flashckpt.workers import Flag, Pending, Worker, on_main_thread
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from flashckpt.rpc.api import Lease, Progress
+    from flashckpt.rpc.api import Lease, Overtaken, Progress
+    from flashckpt.types import Launch
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +27,8 @@ T = TypeVar("T")
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
 _MOST_UNANSWERED = 3  # agents, one after the other, that end before they answer the first call
+_RENEW_SECONDS = 10.0  # that one attempt of the watching thread to get a lease may take
+_MAX_LOG_TAIL_BYTES = 16 << 10
 _GRACE = 10.0  # seconds that a call may take to end beyond its deadline
 # The agent is gone, was restarted, or drains: another one comes.
 _PASSING = (AgentError, DeniedError, ClosedError)
@@ -47,7 +50,8 @@ class AgentLink:
     """
 
     def __init__(self, socket_path: str, job: str, rank: int, start: Callable[[float], object] | None) -> None:
-        self.on_progress: Callable[[Progress], None] = lambda progress: None
+        self.on_progress: Callable[[Progress | Overtaken], None] = lambda progress: None
+        self.claimed: tuple[Launch, float] | None = None  # the launch that this process has begun, and when
         self._socket_path = socket_path
         self.job = job
         self._rank = rank
@@ -136,7 +140,7 @@ class AgentLink:
                 if time.monotonic() + pause >= deadline:
                     raise AgentError(
                         f"{doing}: expected this node's agent to answer within {round(timeout, 1):g} s, "
-                        f"found: {error.message}"
+                        f"found: {error.message}{_last_words(self._socket_path)}"
                     ) from error
                 log.info("%s: %s; trying again", doing, error.message)
             if client is not None and self._client is not client:
@@ -185,7 +189,7 @@ class AgentLink:
                 if client is None:
                     client = AgentClient(self._socket_path)
                 client.bye(lease.ticket)
-            except FlashError as error:
+            except (FlashError, OSError) as error:
                 log.info("goodbye to the agent: %s", error)
         for one in (client, self._client, self._watching):
             if one is not None:
@@ -194,20 +198,30 @@ class AgentLink:
             self._watcher.join(5.0)
 
     def _open(self, deadline: float) -> None:
-        """The first lease. An agent that drains takes no trainer, and soon does not answer: its successor will."""
-        unanswered = 0
+        """The first lease. An agent that drains takes no trainer, and soon does not answer: its successor will.
+
+        The rank that starts the agents gives up after a few that end before they answer; the others wait for it.
+        """
+        began, unanswered, pause = time.monotonic(), 0, _FIRST_PAUSE
         while True:
             try:
                 self._renew(None, deadline)
             except (ClosedError, _UnansweredError) as error:
                 unanswered += isinstance(error, _UnansweredError)
-                is_last = unanswered > (0 if self._start is None else _MOST_UNANSWERED)
-                if is_last or self._closed.is_set() or time.monotonic() + _FIRST_PAUSE >= deadline:
+                if self._closed.is_set() or (self._start is not None and unanswered > _MOST_UNANSWERED):
                     raise
+                if time.monotonic() + pause >= deadline:
+                    raise AgentError(
+                        f"agent at {self._socket_path}: expected one that takes trainers within "
+                        f"{time.monotonic() - began:.0f} s, found: {error.message}",
+                        hint="`flashckpt agent status` shows it, and where its log is; wait longer (start_timeout), "
+                        "or end one that drains with `flashckpt agent stop --kill`: what is sealed stays",
+                    ) from error
                 log.info("no lease yet: %s", error.message)
             else:
                 break
-            time.sleep(_FIRST_PAUSE)
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE / 4)
         self._watcher = threading.Thread(target=self._watch, name="flashckpt-watch", daemon=True)
         self._watcher.start()
 
@@ -221,7 +235,12 @@ class AgentLink:
                 return self._lease, client
             left = max(0.1, deadline - time.monotonic())
             if self._start is not None and not self._closed.is_set():
-                self._start(left)
+                try:
+                    self._start(left)
+                except OSError as error:  # out of descriptors or processes: passes, like an agent that is away
+                    raise AgentError(
+                        f"agent at {self._socket_path}: expected to look for it and start it, found: {error}"
+                    ) from error
             asked_at = time.monotonic()
             try:
                 self._lease = self._hello(client)
@@ -251,9 +270,11 @@ class AgentLink:
             return self._client
 
     def _hello(self, client: AgentClient) -> Lease:
-        return client.hello(Owner.current(), self._rank, VERSION, self.job)
+        # An agent that was restarted hears which launch its trainers are in: another launch may be about to take over.
+        return client.hello(Owner.current(), self._rank, VERSION, self.job, *(self.claimed or ()))
 
     def _watch(self) -> None:
+        """Listen for news and bring the agent back, until close(). Whatever is raised meanwhile is tried again."""
         pause = _FIRST_PAUSE
         while not self._closed.is_set():
             lease = self._lease
@@ -268,15 +289,40 @@ class AgentLink:
                             pause = _FIRST_PAUSE
                             self.on_progress(progress)
                     lives = True
-            except FlashError as error:
+            except Exception as error:
                 if not self._closed.is_set():
-                    log.info("news from the agent stopped: %s", error.message)
+                    # An error that is not ours may have come from anywhere, so that the lease may well live.
+                    _report(error, logging.INFO, "news from the agent stopped")
             if self._closed.wait(pause):
                 return
             pause = min(2 * pause, _LONGEST_PAUSE)
             if lives:
                 continue  # where the agent has gone, the next look says so
             try:
-                self._renew(lease, time.monotonic() + 10.0)
-            except FlashError as error:
-                log.warning("this node has no agent at the moment: %s", error)
+                self._renew(lease, time.monotonic() + _RENEW_SECONDS)
+            except Exception as error:
+                _report(error, logging.WARNING, "this node has no agent at the moment")
+
+
+def _last_words(socket_path: str) -> str:
+    """Why the last agent ended, as the end of its log says; "" if it does not."""
+    try:
+        with open(os.path.join(os.path.dirname(socket_path), "agent.log"), "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _MAX_LOG_TAIL_BYTES))
+            lines = file.read().decode("utf-8", "replace").splitlines()
+    except OSError:
+        return ""
+    for line in reversed(lines):
+        if " CRITICAL " in line or " does not run: " in line or " stopping: " in line:
+            return f"; its log says: {line.strip()}"
+        if " runs: pid " in line:
+            break
+    return ""
+
+
+def _report(error: Exception, level: int, what: str) -> None:
+    """Log an error that the caller survives: expected ones in a line, all others with their traceback."""
+    if isinstance(error, FlashError):
+        log.log(level, "%s: %s", what, error)
+    else:
+        log.warning("%s; trying again", what, exc_info=error)

@@ -8,6 +8,7 @@ that a note that a dead process left is told from a live one's.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import mmap
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flashckpt import __version__
-from flashckpt.errors import ConflictError, InternalError
+from flashckpt.errors import ConflictError, InternalError, NoSpaceError
 from flashckpt.store.owner import Owner, is_dead
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class AgentLock:
             fd = self._directory.open_file(None, LOCK_NAME, write=True, create=True)
             try:
                 if self._try_lock(fd):
-                    self._write_note(fd)
+                    self._note_or_refuse(fd)
                     self._fd = fd
                     return
                 held_by = _parse(_read(fd))
@@ -89,11 +90,11 @@ class AgentLock:
             time.sleep(_RETRY_SECONDS)
 
     def release(self) -> None:
-        """May be called twice. The file stays, empty: removing it would race with the next one who opens it."""
+        """May be called twice. The file stays, without a note: to remove it would race with the next one's open."""
         if self._fd is None:
             return
         with contextlib.suppress(OSError):
-            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, b"\n", 0)  # not cut to nothing: its page must be there for the next one's note
         os.close(self._fd)
         self._fd = None
 
@@ -142,6 +143,17 @@ class AgentLock:
         named, found = self._directory.stat(None, LOCK_NAME), os.fstat(fd)
         return named is not None and (named.st_dev, named.st_ino) == (found.st_dev, found.st_ino)
 
+    def _note_or_refuse(self, fd: int) -> None:
+        try:
+            self._write_note(fd)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise NoSpaceError(
+                f"{self._path}: expected room for a note of {_MAX_NOTE_BYTES >> 10} KiB, found {error.strerror}",
+                hint="make room in the tmpfs, or enlarge it: mount -o remount,size=…",
+            ) from error
+
     def _write_note(self, fd: int) -> None:
         owner = Owner.current()
         fields = {
@@ -154,10 +166,12 @@ class AgentLock:
             "started_at": time.time(),
         }
         note = json.dumps(fields).encode() + b"\n"
-        os.ftruncate(fd, 0)
         if self._directory.mount.fs_type != "hugetlbfs":
+            # Over the old one, in its page: there may be no other one left. Nobody believes half a note.
             os.pwrite(fd, note, 0)
+            os.ftruncate(fd, len(note))
             return
+        os.ftruncate(fd, 0)
         # hugetlbfs knows no write(), and its files are whole pages.
         page_bytes = os.fstatvfs(fd).f_bsize
         os.posix_fallocate(fd, 0, page_bytes)  # ENOSPC here, not a SIGBUS below

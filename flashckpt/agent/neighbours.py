@@ -21,6 +21,11 @@ class Peer:
     beat_at: float = 0.0  # when it is due to hear from us
     problem: str = ""
 
+    @property
+    def is_unreachable(self) -> bool:
+        """It owes an answer, and the last try to get one failed."""
+        return self.asked_at is not None and bool(self.problem)
+
     def silent_since(self, now: float, timeout: float, beats: bool) -> float | None:
         """None while it is well: it answers, and where it `beats`, it was heard from not long ago."""
         since = self.heard_at if beats else self.asked_at

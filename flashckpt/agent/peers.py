@@ -139,7 +139,16 @@ class Peers:
                     _log.warning("can't listen at port %d any more: %s; taking another", port, error)
                     self._serve(bundle, self._advertised, 0)
                     self.greet()
+        self._forget_strangers()
         self._shell.keep_bundle(bundle, self._address)
+
+    def _forget_strangers(self) -> None:
+        """Close the connections to nodes of earlier launches: in a long life there are many of them."""
+        others = set(self._shell.others())
+        with self._lock:
+            left = [self._clients.pop(node_id)[2] for node_id in set(self._clients) - others]
+        for client in left:
+            client.close()
 
     def greet(self) -> None:
         """Tells all nodes where this one listens now. Those that only push to it would not hear of it otherwise."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -41,7 +42,10 @@ _PR_SET_DUMPABLE = 4
 _MALLOC_OPTIONS = ((-1, 256 << 20), (-3, 32 << 20), (-8, 2))  # trim threshold, mmap threshold, arenas
 _SECONDS = ("linger", "beat_interval", "peer_timeout", "scrub_interval", "drain_timeout")
 
+_MAX_REASON_BYTES = 4096  # fit into a pipe that nobody reads yet
+
 _log = logging.getLogger(__name__)
+_starter: int | None = None  # where whoever starts a detached agent reads why it does not run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,12 +176,21 @@ def run(options: Options, *, ready: Callable[[], None] = lambda: None, daemon: b
             directory.close()
     except FlashError as error:
         _log.error("the agent of job %r does not run: %s", options.job, error)
+        _tell_starter(str(error), daemon=daemon)
         if isinstance(error, ConflictError):
             return HELD
         return USAGE if isinstance(error, ConfigError) else FAILED
-    except Exception:
+    except Exception as error:
         _log.exception("the agent of job %r failed", options.job)
+        _tell_starter(repr(error), daemon=daemon)
         return FAILED
+
+
+def _tell_starter(reason: str, *, daemon: bool) -> None:
+    """The log may have no room for it."""
+    if daemon and _starter is not None:
+        with contextlib.suppress(OSError):
+            os.write(_starter, reason.encode("utf-8", "backslashreplace")[:_MAX_REASON_BYTES])
 
 
 def _run_locked(options: Options, directory: Directory, lock: AgentLock, ready: Callable[[], None]) -> int:
@@ -215,8 +228,8 @@ def _run_locked(options: Options, directory: Directory, lock: AgentLock, ready: 
             shell.serve_until(stop)
             # Whoever made it stop, the watcher has nothing to do any more.
             stop.set()
-            _log.info("draining, for at most %g s", options.drain_timeout)
-            shell.drain(options.drain_timeout)
+            _log.info("draining, for at most %g s", shell.drain_seconds)
+            shell.drain()
         finally:
             stop.set()
             shell.close()
@@ -227,20 +240,31 @@ def _run_locked(options: Options, directory: Directory, lock: AgentLock, ready: 
 def _watch(shell: Shell, linger: float, directory: Directory, lock: AgentLock, stop: threading.Event) -> None:
     """Ends an agent that nobody needs, and one whose memory is not there any more."""
     while not stop.wait(_WATCH_SECONDS):
-        _rotate_log(directory)
-        reason = None
         try:
-            directory.check_still_ours()
-            if not lock.is_in_force():
-                reason = "its lock file was removed, so that a second agent could start"
-        except (FlashError, OSError) as error:
-            reason = str(error)
-        idle = shell.idle_seconds()
-        if reason is None and linger and idle is not None and idle >= linger:
-            reason = f"no trainer for {idle:.0f} s (linger is {linger:g} s)"
+            _rotate_log(directory)
+            reason = _why_end(shell, linger, directory, lock)
+        except Exception:
+            _log.exception("looking after the agent itself failed; trying again")
+            continue
         if reason is not None:
             _log.warning("stopping: %s", reason)
             stop.set()
+
+
+def _why_end(shell: Shell, linger: float, directory: Directory, lock: AgentLock) -> str | None:
+    try:
+        directory.check_still_ours()
+        if not lock.is_in_force():
+            return "its lock file was removed, so that a second agent could start"
+    except FlashError as error:
+        return str(error)
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):  # those say nothing about the directory
+            return str(error)
+    idle = shell.idle_seconds()
+    if linger and idle is not None and idle >= linger:
+        return f"no trainer for {idle:.0f} s (linger is {linger:g} s)"
+    return None
 
 
 # -- what the process is to others -----------------------------------------------------------------------
@@ -314,13 +338,19 @@ def detach(target: Callable[[Callable[[], None]], int], timeout: float) -> int:
 
 
 def _be_detached(target: Callable[[Callable[[], None]], int], writer: int | None) -> int:
+    global _starter
+    _starter = os.dup(1)  # a pipe, while its starter waits
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     if null > 2:
         os.close(null)
 
     def report(code: int) -> None:
+        global _starter
         nonlocal writer
+        if _starter is not None:
+            os.close(_starter)
+            _starter = None
         if writer is not None:
             with contextlib.suppress(BrokenPipeError):  # nobody waits any more
                 os.write(writer, bytes([code]))
@@ -353,7 +383,12 @@ def open_log(directory: Directory) -> int:
     """A descriptor that appends to the job's agent.log; of /dev/null where the filesystem can't take text."""
     if directory.mount.fs_type == "hugetlbfs":
         return os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-    fd = directory.open_file(None, LOG_NAME, write=True, create=True)
+    try:
+        fd = directory.open_file(None, LOG_NAME, write=True, create=True)
+    except OSError as error:
+        if isinstance(error, FlashError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        return os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)  # no inode is left for it
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_APPEND)
     return fd
 

@@ -51,9 +51,9 @@ class ShardFiles:
         self._store = store
         self._job = job
         self._files: dict[ShardId, Sealed] = {}
-        self._verified: set[Sealed] = set()  # every chunk, by this very agent
+        self._verified: set[Sealed] = set()  # of _files: every chunk, by this very agent
         self._damaged: dict[ShardId, str] = {}  # set aside by this very agent, with the reason; oldest first
-        self.set_aside: set[ShardId] = set()  # found bad when they were to be adopted
+        self.set_aside: set[ShardId] = set()  # found bad by adopt_all()
 
     # --- coming ---------------------------------------------------------------------------------------------
 
@@ -72,12 +72,11 @@ class ShardFiles:
             held = hold(fd, sealed, job=self._job)
         except FlashError as error:
             self._store.quarantine(sealed, error.message)
-            self.set_aside.add(sealed.shard)
             self._note_damaged(sealed.shard, error.message)
             return None
         finally:
             os.close(fd)
-        self._files[sealed.shard] = sealed
+        self._enter(sealed)
         return held
 
     def adopt_all(self) -> Iterator[Held]:
@@ -87,12 +86,14 @@ class ShardFiles:
             failpoint("mid_adopt")
             if held is not None:
                 yield held
+            elif sealed.shard in self._damaged:  # else somebody took it away
+                self.set_aside.add(sealed.shard)
 
     def note_sealed(self, shard: ShardId) -> None:
         """A replica was verified and sealed by this very process."""
         sealed = self._store.find(shard)
         if sealed is not None:
-            self._files[shard] = sealed
+            self._enter(sealed)
             if sealed.writer == Owner.current():  # else a trainer's, which came first
                 self._verified.add(sealed)
 
@@ -114,7 +115,6 @@ class ShardFiles:
     def verified(self) -> set[ShardId]:
         """Of which every chunk was checked here since it came."""
         files = list(self._files.items())  # at once: others come meanwhile
-        self._verified &= {sealed for _, sealed in files}
         return {shard for shard, sealed in files if sealed in self._verified}
 
     def damaged(self, held: Collection[ShardId]) -> tuple[tuple[ShardId, str], ...]:
@@ -124,7 +124,7 @@ class ShardFiles:
     # --- going ----------------------------------------------------------------------------------------------
 
     def release(self, shard: ShardId, reason: str) -> None:
-        sealed = self._files.pop(shard, None)
+        sealed = self._drop(shard)
         if sealed is None:
             return
         failpoint("before_gc")
@@ -136,7 +136,7 @@ class ShardFiles:
             _log.debug("%s released: %s", shard, reason)
 
     def quarantine(self, shard: ShardId, reason: str) -> None:
-        sealed = self._files.pop(shard, None)
+        sealed = self._drop(shard)
         if sealed is not None:
             self._store.quarantine(sealed, reason)
             self._note_damaged(shard, reason)
@@ -145,8 +145,20 @@ class ShardFiles:
         """Whether somebody took it away. Looks under the name that it has now: a release may have come in between."""
         if shard not in self._files or self._store.find(shard) is not None:
             return False
-        self._files.pop(shard, None)
+        self._drop(shard)
         return True
+
+    def _enter(self, sealed: Sealed) -> None:
+        """Keep the file as the shard's, in place of one that was there."""
+        if self._files.get(sealed.shard) != sealed:
+            self._drop(sealed.shard)
+            self._files[sealed.shard] = sealed
+
+    def _drop(self, shard: ShardId) -> Sealed | None:
+        sealed = self._files.pop(shard, None)
+        if sealed is not None:
+            self._verified.discard(sealed)
+        return sealed
 
     def _note_damaged(self, shard: ShardId, reason: str) -> None:
         self._damaged[shard] = reason

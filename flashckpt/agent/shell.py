@@ -49,7 +49,8 @@ from flashckpt.agent.spare import missing_slots, why_no_room
 from flashckpt.agent.status import describe
 from flashckpt.agent.succession import Succession, die, owed
 from flashckpt.agent.trainers import Trainers
-from flashckpt.errors import ConfigError, FlashError, NotFoundError, PeerError
+from flashckpt.agent.watch import Watch
+from flashckpt.errors import ConfigError, FlashError, NoSpaceError, NotFoundError, PeerError
 from flashckpt.failpoints import failpoint
 from flashckpt.persist.spec import FlushSpec
 from flashckpt.rpc.agent_server import AgentServer
@@ -94,7 +95,9 @@ class Shell:
         self._server: AgentServer | None = None
         self._scrubber = Scrubber(self._files.open, options.scrub_interval, self._files.note_verified)
         self._stop: threading.Event | None = None
+        self._told_seconds: float | None = None  # that whoever stops it gives it to drain
         self._draining = False
+        self._watch = Watch(store)
 
     # --- life -----------------------------------------------------------------------------------------------
 
@@ -121,8 +124,18 @@ class Shell:
                 self._apply(Gone(one.shard))
         if session is not None and len(session.members) > 1:
             self._succession.listen_again(self.peers)
-        self._server = AgentServer(self.trainers, self.store.socket_path(SOCKET_NAME))
+        self._succession.look_for_room()
+        self._server = self._serve()
         _log.info("adopted %d shards; session: %s", len(held), "none" if session is None else session.launch)
+
+    def _serve(self) -> AgentServer:
+        while True:
+            try:
+                return AgentServer(self.trainers, self.store.socket_path(SOCKET_NAME))
+            except FlashError as error:
+                # A socket needs an inode. Its name is free by then.
+                if "No space left" not in error.message or not self.store.give_up_spare():
+                    raise
 
     def serve_until(self, stop: threading.Event) -> None:
         self._stop = stop
@@ -131,19 +144,23 @@ class Shell:
         while not stop.wait(tick_seconds):
             now = time.monotonic()
             self.feed(Tick())
+            self._tell_changes()
             try:
                 if now >= leases_at:
                     leases_at = now + _LEASES_SECONDS
                     self.trainers.end_dead()
+                    self.trainers.tell_overtaken()
                     self.peers.drop_old()
                 if now >= scan_at:
                     scan_at = now + _SCAN_SECONDS
                     self.look_around()
+                    self._succession.look_for_room()
+                    self._watch.keep_losses()
                 self._scrub(now)
             except (FlashError, OSError) as error:
                 _log.warning("looking after what is held: %s; trying again", error)  # out of descriptors, say
 
-    def drain(self, timeout: float) -> None:
+    def drain(self) -> None:
         """Grants nothing new; lets pushes and a flush finish."""
         self._draining = True
         self.trainers.close()
@@ -153,8 +170,7 @@ class Shell:
             _log.warning("looking for shards once more: %s", error)
         self.want_flush_at_end("the agent stops")
         began = time.monotonic()
-        deadline = began + timeout
-        while time.monotonic() < deadline and self._has_work():
+        while time.monotonic() < began + self._push_patience() and self._has_work():
             self.feed(Tick())
             time.sleep(_DRAIN_SECONDS)
         while time.monotonic() < began + self._flush_patience():
@@ -190,6 +206,19 @@ class Shell:
         if wanted:
             self.feed(FlushWanted(None, reason))
 
+    @property
+    def drain_seconds(self) -> float:
+        """What a drain takes at most: as it was told, else by its own settings."""
+        if self._told_seconds is not None:
+            return self._told_seconds
+        with self._lock:
+            session = self._core.session
+        flush = 0.0 if session is None or session.persist is None else session.persist.drain_timeout
+        return max(self.options.drain_timeout, flush)
+
+    def _push_patience(self) -> float:
+        return self.options.drain_timeout if self._told_seconds is None else self._told_seconds
+
     def _flush_patience(self) -> float:
         """Seconds that a drain may take for the sake of a flush; 0 where none is due."""
         with self._lock:
@@ -197,7 +226,9 @@ class Shell:
             if session is None or session.persist is None or not flushing.is_busy:
                 return 0.0
             # One that failed just now would be tried again later than this process lives.
-            return 0.0 if flushing.order is None and flushing.failures else session.persist.drain_timeout
+            if flushing.order is None and flushing.failures:
+                return 0.0
+            return session.persist.drain_timeout if self._told_seconds is None else self._told_seconds
 
     def _start_flush(self, effect: StartFlush) -> None:
         session = self._core.session
@@ -320,6 +351,12 @@ class Shell:
                 self.feed(Gone(shard))
         self.store.forget_unlinked()
 
+    def _tell_changes(self) -> None:
+        with self._lock:
+            lines = self._watch.look(self._core, time.monotonic())
+        for line in lines:
+            _log.warning("%s", line)
+
     def _scrub(self, now: float) -> None:
         with self._lock:
             shards = list(self._core.held)
@@ -367,15 +404,18 @@ class Shell:
         with self._lock:
             return self._core.held.get(shard)
 
-    def stop(self) -> None:
+    def stop(self, drain_timeout: float | None) -> None:
+        """Drain for at most that long (None: by its own limits), also if it drains already. The last word counts."""
+        self._told_seconds = drain_timeout
         if self._stop is not None:
             self._stop.set()
 
     def status(self) -> dict[str, Any]:
         now = time.monotonic()
         store = self.store.status()
+        drain_seconds = self.drain_seconds
         with self._lock:
-            return describe(
+            found = describe(
                 self._core,
                 now,
                 options=self.options,
@@ -387,6 +427,7 @@ class Shell:
                 draining=self._draining,
                 flushed_bytes=self.flusher.done_bytes,
             )
+        return {**found, "drain_seconds": drain_seconds, "read_only": self._succession.read_only}
 
     # --- what the others of this package ask ----------------------------------------------------------------
 
@@ -467,6 +508,14 @@ class Shell:
             raise NotFoundError(f"{generation}: not in this node's memory any more", step=generation.step)
         self.feed(FlushWanted(generation, "it was asked for", urgent))
         return generation
+
+    def raise_if_read_only(self) -> None:
+        """NoSpaceError where what a save decides could not be kept."""
+        if reason := self._succession.read_only:
+            raise NoSpaceError(
+                f"agent of job {self.options.job!r}: takes no saves until there is room for its own files: {reason}",
+                hint="make room in the tmpfs, or enlarge it; saves then go on by themselves. Loads need no room",
+            )
 
     def keep_bundle(self, bundle: Bundle, address: str) -> None:
         """For the agent after this one."""

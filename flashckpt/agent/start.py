@@ -16,7 +16,7 @@ from flashckpt.agent.lock import AgentLock, Holder
 from flashckpt.agent.process import HELD, LOG_NAME, OK, SOCKET_NAME, Options, open_log, read_log_tail
 from flashckpt.errors import AgentError, FlashError, IncompatibleError
 from flashckpt.store.directory import open_directory
-from flashckpt.store.owner import Owner, is_dead
+from flashckpt.store.owner import Owner, find_from_outside, is_dead
 from flashckpt.workers import on_main_thread, run_in_thread
 
 if TYPE_CHECKING:
@@ -29,8 +29,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _TAIL_LINES = 8
+_MAX_TOLD_BYTES = 8192
 _SLICE_SECONDS = 0.5
 _RETRY_SECONDS = 0.02
+_LOOK_SECONDS = 0.2  # how often an agent that drains is looked at
+_ASK_SECONDS = 5.0  # for a call that an agent answers at once unless it hangs
+_DRAIN_SECONDS = 60.0  # of an agent that does not say how long it drains
+_END_SECONDS = 15.0  # from the end of its drain to its exit: running calls are ended, descriptors closed
 
 # All that an agent gets of its starter's environment. Not in it: whatever a launcher or a user put there for the
 # trainers (keys, tokens, proxies, preloaded libraries), which would stay readable for as long as the agent lives.
@@ -86,7 +91,7 @@ def options_of(settings: Settings) -> Options:
 def ensure_agent(options: Options, timeout: float = 30.0, meanwhile: Callable[[], object] = lambda: None) -> Found:
     """The job's agent on this node, started if there is none. Returns once it answers.
 
-    While a new one starts, `meanwhile` is called.
+    While a new one starts, `meanwhile` is called. One that drains is waited for, and replaced when it has ended.
 
     Of several who call this at once one starts it, the others find it. AgentError, with the end of its log, where
     it can't be started, or lives and does not answer within `timeout`; IncompatibleError where it is another node's, or
@@ -102,6 +107,9 @@ def ensure_agent(options: Options, timeout: float = 30.0, meanwhile: Callable[[]
                 started = _spawn(directory, options, deadline, meanwhile)
                 holder = AgentLock(directory).holder()
             status = None if holder is None else _ask_until(directory, holder, deadline)
+            if holder is not None and status is not None and status.get("draining"):
+                _await_drained(directory, holder, deadline, timeout)
+                continue
             if holder is not None and status is not None:
                 _check(options, holder, status)
                 return Found(holder.pid, started, str(directory.path / LOG_NAME))
@@ -111,6 +119,28 @@ def ensure_agent(options: Options, timeout: float = 30.0, meanwhile: Callable[[]
             time.sleep(_RETRY_SECONDS)
     finally:
         directory.close()
+
+
+def _await_drained(directory: Directory, holder: Holder, deadline: float, timeout: float) -> None:
+    """Until an agent that was told to stop has ended. AgentError where it takes too long."""
+    while AgentLock(directory).holder() == holder:
+        if time.monotonic() > deadline:
+            raise AgentError(
+                f"agent of job {directory.job!r} with {holder}: expected it to end within {timeout:g} s, since it was "
+                "told to stop, found that it still drains",
+                hint=f"its log {directory.path / LOG_NAME} says what it waits for; wait longer (start_timeout), or end "
+                "it with `flashckpt agent stop --kill`: what is sealed stays",
+                pid=holder.pid,
+            )
+        time.sleep(_LOOK_SECONDS)
+
+
+def stage_timeout(start_timeout: float) -> float:
+    """Seconds for what one rank does in a stage of the start while the others wait `start_timeout` for it.
+
+    A little less, so that the rank itself says what was missing, before the others only miss that rank.
+    """
+    return max(start_timeout - 5.0, 0.9 * start_timeout)
 
 
 def look(memory_dir: str, job: str, timeout: float = 2.0) -> Seen | None:
@@ -140,10 +170,12 @@ def ask_agent(memory_dir: str, job: str, call: Callable[[AgentClient], T], timeo
         directory.close()
 
 
-def stop_agent(memory_dir: str, job: str, timeout: float, *, kill: bool = False) -> Holder | None:
+def stop_agent(memory_dir: str, job: str, timeout: float | None = None, *, kill: bool = False) -> Holder | None:
     """Tells the agent to drain and waits until it has exited; None where none runs.
 
-    AgentError where it is still there after `timeout`; with `kill` it is then ended at once instead: what is sealed
+    `timeout`: seconds that the agent gets to drain, instead of its own limits; None: those, which it tells.
+
+    AgentError where it is still there afterwards; with `kill` it is then ended at once instead: what is sealed
     stays, and the next agent goes on with it.
     """
     directory = open_directory(memory_dir, job, create=False)
@@ -152,25 +184,107 @@ def stop_agent(memory_dir: str, job: str, timeout: float, *, kill: bool = False)
         holder = lock.holder()
         if holder is None:
             return None
-        if holder.owner.pid_namespace != Owner.current().pid_namespace:
-            return _stop_elsewhere(directory, lock, holder, timeout)
-        try:
-            pidfd = os.pidfd_open(holder.pid)
-        except ProcessLookupError:
-            return holder
-        try:
-            # Only now the descriptor is known to be the holder's, and not that of a process that got its pid since.
-            if is_dead(holder.owner):
+        with _Process(lock, holder) as process:
+            patience, answered = _tell_to_drain(directory, process, timeout)
+            if process.await_exit(patience + _END_SECONDS if answered and not kill else patience):
                 return holder
-            for number, patience in ((signal.SIGTERM, timeout), *([(signal.SIGKILL, timeout)] if kill else [])):
-                signal.pidfd_send_signal(pidfd, number)
-                if _await_exit(pidfd, patience):
-                    return holder
-        finally:
-            os.close(pidfd)
-        raise _still_there(directory, holder, timeout)
+            if not kill:
+                raise _still_there(directory, holder, patience, "--kill does not wait")
+            if process.send(signal.SIGKILL):
+                ended = process.await_exit(_END_SECONDS)
+            else:
+                try:  # all that is left: to ask it to end without draining
+                    _with_client(directory, _ASK_SECONDS, lambda client: client.stop(0.0))
+                    ended = process.await_exit(_END_SECONDS)
+                except FlashError:
+                    ended = process.await_exit(0.0)
+            if ended:
+                return holder
+            raise _still_there(directory, holder, patience, process.why_no_signal)
     finally:
         directory.close()
+
+
+class _Process:
+    """The process that holds an agent's lock, wherever it runs. To be closed."""
+
+    def __init__(self, lock: AgentLock, holder: Holder) -> None:
+        self._lock = lock
+        self._holder = holder
+        self.why_no_signal = "the kernel keeps it from ending: look at its state in /proc"
+        self._pidfd = self._open()
+
+    def __enter__(self) -> _Process:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+
+    def send(self, number: int) -> bool:
+        """False where it can't be reached by signals; `why_no_signal` says why."""
+        if self._pidfd is None:
+            return False
+        try:
+            signal.pidfd_send_signal(self._pidfd, number)
+        except ProcessLookupError:
+            pass
+        except PermissionError:
+            self.why_no_signal = "it belongs to another user: end it as that user, or as root"
+            return False
+        return True
+
+    def await_exit(self, timeout: float) -> bool:
+        deadline = time.monotonic() + timeout
+        if self._pidfd is not None:
+            return _await_exit(self._pidfd, timeout)
+        # Its lock ends with it.
+        while self._lock.holder() is not None:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_RETRY_SECONDS)
+        return True
+
+    def _open(self) -> int | None:
+        owner = self._holder.owner
+        if owner.pid_namespace == Owner.current().pid_namespace:
+            return self._checked(owner.pid, lambda: not is_dead(owner))
+        pid = find_from_outside(owner)
+        if pid is None:
+            self.why_no_signal = (
+                f"it is in another pid namespace (another container), where its pid is {owner.pid}, and can't be seen "
+                "from here, so that no signal reaches it: run `flashckpt agent stop --kill` in that container or on "
+                "its host as root, or end the container; what is sealed stays"
+            )
+            return None
+        return self._checked(pid, lambda: find_from_outside(owner) == pid)
+
+    def _checked(self, pid: int, is_still: Callable[[], bool]) -> int | None:
+        try:
+            pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return None  # it has just ended, and its lock with it
+        # Only now the descriptor is known to be the holder's, and not that of a process that got its pid since.
+        if is_still():
+            return pidfd
+        os.close(pidfd)
+        return None
+
+
+def _tell_to_drain(directory: Directory, process: _Process, timeout: float | None) -> tuple[float, bool]:
+    """Returns the seconds that it takes at most to drain, and whether it has answered."""
+
+    def tell(client: AgentClient) -> float:
+        client.stop(timeout)
+        return float(client.status().get("drain_seconds", _DRAIN_SECONDS)) if timeout is None else timeout
+
+    ask_seconds = _ASK_SECONDS if timeout is None else min(_ASK_SECONDS, max(0.5, timeout))
+    try:
+        return _with_client(directory, ask_seconds, tell), True
+    except FlashError:
+        # It does not answer: it is stopped, hangs, or has just begun. A signal waits for it.
+        process.send(signal.SIGTERM)
+        return _DRAIN_SECONDS if timeout is None else max(0.0, timeout - ask_seconds), False
 
 
 def environment_of_agent(environ: Mapping[str, str]) -> dict[str, str]:
@@ -198,7 +312,7 @@ def _spawn(directory: Directory, options: Options, deadline: float, meanwhile: C
         child = subprocess.Popen(
             [*command, *options.arguments()],
             stdin=subprocess.DEVNULL,
-            stdout=log,
+            stdout=subprocess.PIPE,  # why it does not run; all else goes to its log
             stderr=log,
             cwd="/",
             env=environment_of_agent(os.environ),
@@ -211,15 +325,30 @@ def _spawn(directory: Directory, options: Options, deadline: float, meanwhile: C
     try:
         meanwhile()
         code = _wait(child, max(0.1, deadline - time.monotonic()) + 1)
+        told = _told(child)
     except subprocess.TimeoutExpired as error:
         raise _failed(directory, f"expected it to be ready within {remaining:.1f} s", start_bytes) from error
     finally:
         if child.poll() is None:
             child.kill()
             child.wait()
+        if child.stdout is not None:
+            child.stdout.close()
     if code not in (OK, HELD):
-        raise _failed(directory, f"expected it to run, found that it ended with exit code {code}", start_bytes)
+        why = f" ({told})" if told else ""
+        raise _failed(directory, f"expected it to run, found that it ended with exit code {code}{why}", start_bytes)
     return code == OK
+
+
+def _told(child: subprocess.Popen[bytes]) -> str:
+    """What it has said so far. Not to its end: an agent that runs may hold the pipe for a moment longer."""
+    if child.stdout is None or not select.select([child.stdout], [], [], 0)[0]:
+        return ""
+    return _printable(os.read(child.stdout.fileno(), _MAX_TOLD_BYTES).decode("utf-8", "replace").strip())
+
+
+def _printable(text: str) -> str:
+    return "".join(one if one.isprintable() else " " for one in text)
 
 
 def _wait(child: subprocess.Popen[bytes], timeout: float) -> int:
@@ -296,28 +425,17 @@ def _check(options: Options, holder: Holder, status: dict[str, Any]) -> None:
         )
 
 
-def _stop_elsewhere(directory: Directory, lock: AgentLock, holder: Holder, timeout: float) -> Holder:
-    """An agent of another container: its pid means nothing here, but it hears us."""
-    deadline = time.monotonic() + timeout
-    _with_client(directory, 10.0, lambda client: client.stop(timeout))
-    while lock.holder() is not None:
-        if time.monotonic() > deadline:
-            raise _still_there(directory, holder, timeout)
-        time.sleep(_RETRY_SECONDS)
-    return holder
-
-
 def _await_exit(pidfd: int, timeout: float) -> bool:
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(timeout * 1000))
 
 
-def _still_there(directory: Directory, holder: Holder, timeout: float) -> AgentError:
+def _still_there(directory: Directory, holder: Holder, timeout: float, what_else: str) -> AgentError:
     return AgentError(
         f"agent of job {directory.job!r} with {holder}: expected it to end within {timeout:g} s, found that it runs"
         + _state(holder.owner),
-        hint=f"its log {directory.path / LOG_NAME} says what it waits for; --kill does not wait",
+        hint=f"its log {directory.path / LOG_NAME} says what it waits for; {what_else}",
         pid=holder.pid,
     )
 

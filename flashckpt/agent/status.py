@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from flashckpt import __version__
 from flashckpt.agent.commit import launch_of, missing_ranks
+from flashckpt.agent.seeing import peers_of, verdict_of
 from flashckpt.agent.survival import words
 from flashckpt.types import Level, age_order
 
 if TYPE_CHECKING:
     from flashckpt.agent.core import AgentCore
     from flashckpt.agent.process import Options
+    from flashckpt.agent.verdict import Verdict
     from flashckpt.store.audit import StoreStatus
     from flashckpt.types import Fence, Generation, Held, Launch
     from flashckpt.wire import Health
@@ -95,24 +97,41 @@ def _persist(core: AgentCore, now: float, flushed_bytes: int) -> dict[str, Any] 
 
 
 def _kept(core: AgentCore, now: float) -> dict[str, Any] | None:
-    """What must not be lost, and how it stands as the healer says."""
-    kept = core.kept
-    if kept is None:
+    """What must not be lost, and how it stands as far as this node can know."""
+    found = verdict_of(core, now)
+    if found is None:
         return None
+    verdict, reason = found
+    last = verdict.last
     return {
-        **_name(kept),
-        "this_launch": core.session is not None and launch_of(kept) == core.session.launch,
+        **_name(verdict.generation),
+        "this_launch": core.session is not None and launch_of(verdict.generation) == core.session.launch,
         "healer": core.healer(now),
-        "health": None if core.health is None else _health(*core.health, kept, now),
+        "verdict": {
+            "safety": verdict.safety.value,
+            "words": verdict.words,
+            "source": verdict.source or None,
+            "age_seconds": round(verdict.age_seconds, 3) if verdict.source else None,
+            "reason": reason,
+            "last_word": None
+            if last is None
+            else {
+                "node": last.speaker,
+                "age_seconds": round(now - last.heard_at, 3),
+                "step": last.health.generation.step,
+                "words": words(last.health.survival, last.health.lost, last.health.lost_count),
+            },
+        },
+        "health": None if verdict.health is None else _health(verdict.health, verdict),
     }
 
 
-def _health(found: Health, heard_at: float, kept: Generation, now: float) -> dict[str, Any]:
+def _health(found: Health, verdict: Verdict) -> dict[str, Any]:
     survived = dataclasses.asdict(found.survival)
     return {
-        "age_seconds": round(now - heard_at, 3),
+        "age_seconds": round(verdict.age_seconds, 3),
         "of": _name(found.generation),
-        "is_current": found.generation == kept,
+        "is_current": found.generation == verdict.generation,
         "level": (Level.REPLICATED if found.committed and found.wanted > 1 else Level.SEALED).name.lower(),
         "world": found.world,
         "copies": {"fewest": found.copies, "wanted": found.wanted},
@@ -125,7 +144,7 @@ def _health(found: Health, heard_at: float, kept: Generation, now: float) -> dic
             "reason": found.reason,
         },
         "missing_nodes": list(found.missing),
-        "survives": {**survived, "words": words(found.survival, found.lost, found.lost_count)},
+        "survives": {**survived, "words": verdict.words},
     }
 
 
@@ -180,23 +199,18 @@ def _shard(core: AgentCore, held: Held) -> dict[str, Any]:
 def describe_peers(core: AgentCore, now: float) -> list[dict[str, Any]]:
     silent = core.silent(now)
     members = {member.node_id: member for member in core.session.members} if core.session else {}
-    # A node that this one never speaks to would else be called up for as long as the launch lasts.
-    healer = core.healer(now)
-    missed = set(core.health[0].missing) if core.health is not None and healer != core.node_id else set()
     rows = []
-    for node_id, peer in sorted(core.peers.items()):
-        since, problem = silent.get(node_id, (None, peer.problem))
-        state = "up" if since is None else "down"
-        if since is None and node_id in missed:
-            state, problem = "missed", f"{healer} does not hear from it"
+    for node_id, seen in sorted(peers_of(core, now).items()):
+        peer = core.peers[node_id]
+        since = silent[node_id][0] if node_id in silent else peer.asked_at if peer.is_unreachable else None
         rows.append(
             {
                 "node": node_id,
                 "address": peer.address,
                 "domain": members[node_id].domain if node_id in members else "",
-                "state": state,
+                "state": seen.state.value,
                 "silent_seconds": None if since is None else round(now - since, 3),
-                "problem": problem,
+                "problem": seen.problem,
             }
         )
     return rows

@@ -2,18 +2,23 @@
 
 Crash-only: where a decision can't be made durable (record, fence, session), the process ends at once, and its
 successor starts from what lies in the directory. A core that believes what the directory does not say would lie.
+
+But for want of room it does not end, because loads need it. It is read-only then: it grants no slot for a save, so that
+nothing new comes to depend on it, and writes what it owes as soon as there is room again.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import threading
 from typing import TYPE_CHECKING, NoReturn
 
 from flashckpt.agent.bundle_file import read_bundle, write_bundle
 from flashckpt.agent.commit import launch_of
 from flashckpt.agent.session import decode_base, decode_session, encode_session
-from flashckpt.errors import CorruptShardError, FlashError
+from flashckpt.errors import CorruptShardError, FlashError, NoSpaceError
 from flashckpt.placement import place
 from flashckpt.store.session import KEPT_PAST
 from flashckpt.types import Held, ShardId
@@ -28,6 +33,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+_MOST_UNWRITTEN = 16
 _FATAL = 75  # exit code: a decision could not be made durable
 
 
@@ -43,6 +49,10 @@ class Succession:
         self._store = store
         self._kept: Session | None = None  # the session as it lies in the directory
         self._past: dict[Launch, Session] = {}  # of earlier launches that shards are left of
+        self._writing = threading.Lock()  # protects what follows
+        self._unwritten: dict[str, Callable[[], object]] = {}  # for want of room; the newest of each kind
+        self._was_short = False
+        self.read_only = ""  # why no save is taken; "" = they are
 
     # --- what is left ---------------------------------------------------------------------------------------
 
@@ -54,18 +64,46 @@ class Succession:
         self._durably("the fence", lambda: self._store.write_fence(fence))
 
     def keep_record(self, record: Record) -> None:
-        self._durably("the record", lambda: self._store.write_record(record))
-        _log.info("%s is committed with %d replicas", record.generation, record.replicas)
+        self._durably(f"the record of {record.generation}", lambda: self._store.write_record(record))
+        _log.debug("%s is committed with %d replicas", record.generation, record.replicas)
 
     def keep_bundle(self, bundle: Bundle, address: str) -> None:
         """Any thread."""
         self._durably("the credentials", lambda: write_bundle(self._store, bundle, address))
 
     def _durably(self, what: str, write: Callable[[], object]) -> None:
-        try:
-            write()
-        except (FlashError, OSError) as error:
-            die(f"{what} could not be kept: {error}")
+        with self._writing:
+            self._unwritten.pop(what, None)
+            try:
+                write()
+            except (FlashError, OSError) as error:
+                if not _is_shortage(error):
+                    die(f"{what} could not be kept: {error}")
+                self._unwritten[what] = write
+                while len(self._unwritten) > _MOST_UNWRITTEN:
+                    del self._unwritten[next(iter(self._unwritten))]
+                if not self.read_only:
+                    _log.error("read-only until there is room: %s could not be kept: %s", what, error)
+                self.read_only = f"{what} could not be kept: {getattr(error, 'message', error)}"
+
+    def look_for_room(self) -> None:
+        """Completes the reserve, and writes what is owed, where that is possible by now. Any thread."""
+        with self._writing:
+            shortage = self._store.fill_reserve()
+            if shortage and not self._unwritten and not self._was_short:
+                _log.warning("no reserve for records, sessions and credentials: %s", shortage)
+            self._was_short = bool(shortage)
+            try:
+                for what, write in list(self._unwritten.items()):
+                    write()
+                    del self._unwritten[what]
+            except (FlashError, OSError) as error:
+                if not _is_shortage(error):
+                    die(f"what was owed could not be kept: {error}")
+                return
+            if self.read_only:
+                _log.warning("there is room again, saves are taken")
+                self.read_only = ""
 
     # --- sessions of earlier launches -----------------------------------------------------------------------
 
@@ -159,6 +197,13 @@ def owed(
     if record is not None:
         expected |= {ShardId(record.generation, rank, record.world) for rank in hosted}
     return tuple(Held(shard, b"", 0, 0) for shard in sorted(expected - set(held), key=lambda shard: shard.rank))
+
+
+def _is_shortage(error: Exception) -> bool:
+    """Whether it is for want of room, and nothing else."""
+    return isinstance(error, NoSpaceError) or (
+        isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
+    )
 
 
 def _decode(data: bytes) -> Session | None:

@@ -105,7 +105,7 @@ class Talking:
             if answer.record is not None:
                 self._copying.hear_kept(answer.record.generation, now)
         if node_id == self._duties.healer(now):
-            self._copying.take_answer(answer, now)
+            self._copying.take_answer(node_id, answer, now)
         self._peers.miss(node_id, answer.refused)
         self._releasing.collect()
 
@@ -143,7 +143,7 @@ class Talking:
 
     def beat(self, healer: str, holds: list[Holds], now: float) -> None:
         """`holds` is for the healer."""
-        neighbours = self._duties.beats_to(healer)
+        neighbours = self._duties.beats_to(healer, now)
         for node_id in self._peers.due(now, self._beat):
             news = [*self._news_for(node_id, now), *(holds if node_id == healer else ())]
             for body in news or ([Beat()] if node_id in neighbours else []):

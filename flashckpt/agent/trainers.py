@@ -25,11 +25,12 @@ from flashckpt.agent.messages import (
     SlotWanted,
     WantDropped,
 )
+from flashckpt.agent.standing import overtaken_by
 from flashckpt.errors import BusyError, ClosedError, DeadlineError, DeniedError, FencedError, IncompatibleError
 from flashckpt.failpoints import failpoint
-from flashckpt.rpc.api import VERSION, Lease, Progress
-from flashckpt.store.owner import Owner, Vigil
-from flashckpt.types import Fence, Launch
+from flashckpt.rpc.api import VERSION, Lease, Overtaken, Progress
+from flashckpt.store.owner import Owner, Vigil, is_ending
+from flashckpt.types import Claimant, Fence, Launch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -58,7 +59,11 @@ class _Trainer:
     owner: Owner
     vigil: Vigil
     rank: int
-    news: queue.Queue[Progress | None] | None = None
+    launch: Launch | None = None  # that it has begun
+    claimed_at: float = 0.0  # when, in seconds since 1970
+    watches: int = 0  # that it has open: what shows that it lives where its pid means nothing
+    news: queue.Queue[Progress | Overtaken | None] | None = None
+    told_overtaken: bool = False  # in this watch
     request_id: int = 0  # of its newest request for a slot; older ones were given up by the caller
     slot_id: int | None = None  # what it was granted last
     shard: ShardId | None = None  # for which shard; None once it has said what became of it
@@ -86,7 +91,15 @@ class Trainers:
 
     # --- leases ---------------------------------------------------------------------------------------------
 
-    def hello(self, owner: Owner, rank: int, version: int, job: str) -> Lease:
+    def hello(
+        self,
+        owner: Owner,
+        rank: int,
+        version: int,
+        job: str,
+        launch: Launch | None = None,
+        claimed_at: float = 0.0,
+    ) -> Lease:
         if version != VERSION:
             raise IncompatibleError(
                 f"agent {os.getpid()}: expected protocol version {VERSION}, found {version}",
@@ -105,7 +118,8 @@ class Trainers:
                 raise ClosedError(f"agent {os.getpid()} is stopping", hint="try again in a moment")
             if len(self._leases) >= _MAX_LEASES:
                 raise BusyError(f"agent {os.getpid()}: expected at most {_MAX_LEASES} trainers")
-            lease = _Trainer(next(self._numbers), secrets.token_bytes(_TICKET_BYTES), owner, Vigil(owner), rank)
+            ticket = secrets.token_bytes(_TICKET_BYTES)
+            lease = _Trainer(next(self._numbers), ticket, owner, Vigil(owner), rank, launch, claimed_at)
             self._leases[lease.lease_id] = lease
             self.idle_since = None
         _log.info("rank %d, process %d: lease %d", rank, owner.pid, lease.lease_id)
@@ -162,10 +176,31 @@ class Trainers:
     def listen(self, credentials: Bundle, advertise: str | None, port: int) -> str:
         return self._shell.peers.listen(credentials, advertise, port)
 
-    def begin(self, ticket: bytes, session: Session, credentials: Bundle | None) -> None:
+    def claimants(self, ticket: bytes) -> tuple[Claimant, ...]:
         self._find(ticket)
+        launch, _ = self._shell.standing_of_session()
+        with self._lock:
+            claiming = [one for one in self._leases.values() if launch is not None and one.launch == launch]
+            return tuple(
+                Claimant(one.owner.identity, one.owner.pid, one.rank, launch, one.claimed_at, is_ending(one.owner))
+                for one in claiming
+                if launch is not None and self._lives(one)
+            )
+
+    @staticmethod
+    def _lives(lease: _Trainer) -> bool:
+        """Return True unless the process is known to have ended, or can't be looked up and does not listen any more."""
+        can_be_looked_up = lease.owner.pid_namespace == Owner.current().pid_namespace
+        return not lease.vigil.is_dead() and (can_be_looked_up or lease.watches > 0)
+
+    def begin(self, ticket: bytes, session: Session, credentials: Bundle | None) -> None:
+        lease = self._find(ticket)
         failpoint("before_begin")
         self._raise_if_refused(self._shell.begin(session, credentials))
+        with self._lock:
+            if lease.launch != session.launch:
+                lease.launch, lease.claimed_at = session.launch, time.time()
+        self.tell_overtaken()
 
     def put_fence(self, ticket: bytes, fence: Fence, base: Generation | None) -> Fence:
         self._find(ticket)
@@ -181,6 +216,7 @@ class Trainers:
 
     def acquire(self, ticket: bytes, shard: ShardId, size_bytes: int, on_busy: str, timeout: float) -> int:
         lease = self._find(ticket)
+        self._shell.raise_if_read_only()
         request_id, request = next(self._numbers), _Request()
         with self._lock:
             self._requests[request_id] = request
@@ -237,6 +273,7 @@ class Trainers:
                 raise DeadlineError(f"{shard}: expected a slot within {timeout:g} s, found no answer of the agent")
 
     def prepare(self, ticket: bytes, size_bytes: int, count: int, timeout: float) -> None:
+        self._shell.raise_if_read_only()
         self._shell.store.prepare_for(size_bytes, count, self._find(ticket).owner)
 
     def sealed(self, ticket: bytes, shard: ShardId, tag: int, slot_id: int) -> None:
@@ -265,23 +302,30 @@ class Trainers:
 
     # --- news -----------------------------------------------------------------------------------------------
 
-    def watch(self, ticket: bytes) -> Iterator[Progress | None]:
+    def watch(self, ticket: bytes) -> Iterator[Progress | Overtaken | None]:
         """What becomes of the generations, beginning with what is already known; None while nothing is new."""
         lease = self._find(ticket)
-        news: queue.Queue[Progress | None] = queue.Queue(_MAX_NEWS)
+        news: queue.Queue[Progress | Overtaken | None] = queue.Queue(_MAX_NEWS)
         with self._lock:
             _offer(lease.news, None)
             lease.news = news
-        yield from self._shell.known_progress()
-        while True:
-            try:
-                progress = news.get(timeout=_QUIET_SECONDS)
-            except queue.Empty:
-                yield None
-                continue
-            if progress is None:
-                return
-            yield progress
+            lease.told_overtaken = False
+            lease.watches += 1
+        self.tell_overtaken()
+        try:
+            yield from self._shell.known_progress()
+            while True:
+                try:
+                    progress = news.get(timeout=_QUIET_SECONDS)
+                except queue.Empty:
+                    yield None
+                    continue
+                if progress is None:
+                    return
+                yield progress
+        finally:
+            with self._lock:
+                lease.watches -= 1
 
     def notify(self, progress: Progress) -> None:
         with self._lock:
@@ -294,6 +338,24 @@ class Trainers:
         if request is not None:
             request.answer = answer
             request.answered.set()
+
+    def tell_overtaken(self) -> None:
+        """Tell the trainers whose launch a newer one has overtaken, once in each watch."""
+        newest, _ = self._shell.standing()
+        with self._lock:
+            newer = [one for one in self._leases.values() if newest is not None and one.launch == newest]
+            begun = min(newer, key=lambda one: one.claimed_at, default=None)
+            for lease in self._leases.values():
+                if newest is None or lease.launch is None or lease.told_overtaken or lease.news is None:
+                    continue
+                if not lease.launch.is_older_than(newest):
+                    continue
+                reason = overtaken_by(newest, lease.launch)
+                if begun is not None:
+                    node = self._shell.options.node_id
+                    reason += f": begun by rank {begun.rank}, process {begun.owner.pid} on {node}"
+                lease.told_overtaken = True
+                _offer(lease.news, Overtaken(newest, reason))
 
     def close(self) -> None:
         """Ends all watches: trainers see that the agent goes, and look for its successor."""
@@ -317,15 +379,15 @@ class Trainers:
     def status(self) -> dict[str, Any]:
         return self._shell.status()
 
-    def stop(self, drain_timeout: float) -> None:
-        self._shell.stop()
+    def stop(self, drain_timeout: float | None) -> None:
+        self._shell.stop(drain_timeout)
 
     def leases(self) -> list[dict[str, int]]:
         with self._lock:
             return [{"rank": one.rank, "pid": one.owner.pid} for one in self._leases.values()]
 
 
-def _offer(news: queue.Queue[Progress | None] | None, one: Progress | None) -> None:
+def _offer(news: queue.Queue[Progress | Overtaken | None] | None, one: Progress | Overtaken | None) -> None:
     """Never waits: whoever does not read loses the oldest."""
     while news is not None:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from flashckpt.errors import NoSpaceError
 from flashckpt.types import age_order
 
 if TYPE_CHECKING:
@@ -27,11 +28,14 @@ class Transfer:
     failures: int = 0
     next_at: float = 0.0
     problem: str = ""
+    short_since: float | None = None  # the node has had no room for it since then, whenever it was asked
 
     def failed(self, reason: str, now: float, first: float, most: float) -> None:
         """It is tried again, later each time."""
         self.failures += 1
         self.problem = reason
+        is_short = NoSpaceError.code in reason
+        self.short_since = (now if self.short_since is None else self.short_since) if is_short else None
         self.next_at = now + min(first * 2 ** min(self.failures - 1, _MOST_DOUBLINGS), most)
 
 

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
     F = TypeVar("F", bound=Callable[..., Any])
 
-_START_TIMEOUT = 30.0
-_STOP_TIMEOUT = 30.0
+_START_TIMEOUT = 300.0  # as a trainer gives it
 
 
 @click.group("agent")
@@ -88,10 +87,10 @@ def start(timeout: float, as_json: bool, **given: Any) -> None:
 
 
 @command.command("stop")
-@click.option("--timeout", type=float, default=_STOP_TIMEOUT, show_default=True, help="Seconds it may take to drain.")
+@click.option("--timeout", type=click.FloatRange(min=0), help="Seconds it gets to drain. Default: by its own settings.")
 @click.option("--kill", is_flag=True, help="End it at once if it has not drained by then.")
 @where
-def stop(timeout: float, kill: bool, job: str | None, memory_dir: str | None, as_json: bool) -> None:
+def stop(timeout: float | None, kill: bool, job: str | None, memory_dir: str | None, as_json: bool) -> None:
     """Stop the agent: it finishes what it is sending, and exits. What it holds stays in memory."""
     directory = memory_dir_of(memory_dir)
     name = selected_job(directory, job)

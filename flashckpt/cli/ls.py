@@ -26,7 +26,8 @@ def command(job: str | None, memory_dir: str | None, as_json: bool) -> None:
     """List the generations in this node's memory, newest first, and the steps in the job's persist_dir.
 
     complete: every rank's shard is sealed, a load can use it. pending: the trainers are still writing it. partial:
-    other nodes may have the other ranks' shards. dead: it never becomes usable, and its memory is reused.
+    other nodes may have the other ranks' shards. lost: no node that answered has some rank's shard, until one that
+    has it is back. dead: it never becomes usable, and its memory is reused.
     Levels: sealed survives a crash of the trainers, replicated the loss of nodes; what is in persist_dir the cluster's.
     """
     directory = memory_dir_of(memory_dir)

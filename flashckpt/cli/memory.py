@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 PARTIAL = "partial"
+LOST = "lost"
 _ESCAPE = re.compile(rb"%([0-9A-F]{2})")
 
 
@@ -56,13 +57,15 @@ class GenerationView:
     generation: Generation
     world: int
     shards: tuple[Shard, ...]
-    state: str  # complete, pending, partial, dead
+    state: str  # complete, pending, partial, lost, dead
     reason: str
     record: Record | None  # that every rank's shard was sealed, and on how many other nodes
 
     @property
     def level(self) -> Level:
         """How much the generation as a whole survives, as far as this directory knows."""
+        if self.state == LOST:
+            return Level.NONE
         if self.record is not None and self.record.replicas > 0:
             return Level.REPLICATED
         return Level.SEALED if self.state == State.COMPLETE.value else Level.NONE
@@ -184,6 +187,7 @@ def view(store: SlotStore, job: str) -> JobView:
     tags = {shard.sealed.shard: shard.sealed.tag for shard in shards}
     voids = store.voids()
     records = {record.generation: record for record in store.read_records()}
+    losses = {one.generation: one.reason for one in store.read_losses()}
     nodes = 1 if session is None else len(session.members)
     generations = []
     for generation, verdict in judge(tags, _live_launch(shards), fence, voids).items():
@@ -196,6 +200,8 @@ def view(store: SlotStore, job: str) -> JobView:
             state = State.DEAD.value
         elif not dead and len(members) < world:
             state, reason = _of_several_nodes(verdict, record, nodes)
+            if record is not None and generation in losses:
+                state, reason = LOST, losses[generation]
         generations.append(GenerationView(generation, world, tuple(members), state, reason, record))
     generations.sort(key=lambda one: age_order(one.generation), reverse=True)
     return JobView(job, tuple(generations), fence, session, store.status())

@@ -239,16 +239,15 @@ def kept_lines(kept: dict[str, Any] | None) -> list[str]:
     if kept is None:
         return []
     what = f"kept: step {kept['step']}" + ("" if kept["this_launch"] else ", as it was loaded")
-    health = kept["health"]
+    verdict, health = kept["verdict"], kept["health"]
     if health is None:
-        return [f"{what}: {kept['healer']} has not said yet how it stands"]
-    if not health["is_current"]:
-        what += f"; what follows is about step {health['of']['step']}"
+        return [f"{what}: {verdict['words']}: {verdict['reason']}", f"survives the loss of: {verdict['words']}"]
     copies = health["copies"]
+    state = "lost" if health["lost"]["shards"] else health["level"]
     lines = [
-        f"{what}: {health['level']}, copies of each shard: at least {copies['fewest']}, wanted {copies['wanted']} "
-        f"({kept['healer']} said so {age(health['age_seconds'])} ago)",
-        f"survives the loss of: {health['survives']['words']}",
+        f"{what}: {state}, copies of each shard: at least {copies['fewest']}, wanted {copies['wanted']} "
+        f"({verdict['source']} said so {age(verdict['age_seconds'])} ago)",
+        f"survives the loss of: {verdict['words']}",
     ]
     if health["missing_nodes"]:
         lines.append(f"not heard of: {', '.join(health['missing_nodes'])}; their copies are not counted")

@@ -4,7 +4,8 @@ from flashckpt.devices.bits import DeviceCopy, as_bits, native_address
 from flashckpt.devices.clone import clone_on_device
 from flashckpt.devices.copier import Copier, Queued
 from flashckpt.devices.registrar import Registrar, add_registrar
-from flashckpt.devices.streams import event_of, has_accelerator
+from flashckpt.devices.streams import event_of, has_accelerator, side_stream
+from flashckpt.devices.sums import weighted_sum, weighted_sum_of_bytes
 from flashckpt.devices.upload import Upload, copy_into
 
 __all__ = [
@@ -20,4 +21,7 @@ __all__ = [
     "event_of",
     "has_accelerator",
     "native_address",
+    "side_stream",
+    "weighted_sum",
+    "weighted_sum_of_bytes",
 ]

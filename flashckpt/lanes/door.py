@@ -1,17 +1,19 @@
 """Where lanes come in: a listener that lets nobody in without a ticket.
 
 A ticket is 32 random bytes that one node gets in the answer to a call which proved its identity, good for one
-connection and for as long as that call. Whoever shows none within seconds is shown out, and only so many may knock at
-a time: nothing else is kept for strangers.
+connection and for as long as that call. Whoever shows none within 5 s in all is shown out, and only so many may knock
+at a time, of one address and of all (strangers.py): nothing else is kept for strangers.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import errno
 import hashlib
 import logging
 import secrets
+import select
 import socket
 import threading
 import time
@@ -20,6 +22,7 @@ from typing import TYPE_CHECKING
 from flashckpt.credentials import check_peer
 from flashckpt.errors import ConfigError, DeniedError, FlashError
 from flashckpt.lanes.layout import MAGIC, TICKET_BYTES, WELCOME, read_exactly, set_timeouts, write
+from flashckpt.lanes.strangers import MAX_STRANGERS, Stranger, network_of, whom_to_refuse
 
 if TYPE_CHECKING:
     import ssl
@@ -29,8 +32,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_MAX_STRANGERS = 64
-_KNOCK_SECONDS = 5.0
+_KNOCK_SECONDS = 5.0  # from the connection to the ticket, however many bytes come one by one
+_LOOK_SECONDS = 0.5  # how often late strangers are looked for
 _JOIN_SECONDS = 10.0
 _PAUSE_SECONDS = 0.1  # where the kernel has no descriptor for one more
 
@@ -105,7 +108,8 @@ class Door:
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()  # protects what follows
         self._tickets: dict[bytes, Guests] = {}  # by hash: how long a look takes says nothing about a ticket
-        self._strangers: set[socket.socket] = set()
+        self._strangers: dict[socket.socket, Stranger] = {}  # in the order of their arrival
+        self._networks: dict[str, str] = {}  # of members: where they last called from
         self._closed = False
 
     @property
@@ -121,7 +125,8 @@ class Door:
             if host == "::":
                 listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
             listener.bind((host, port))
-            listener.listen(_MAX_STRANGERS)
+            listener.listen(MAX_STRANGERS)
+            listener.setblocking(False)
         except OSError as error:
             listener.close()
             raise ConfigError(
@@ -141,6 +146,11 @@ class Door:
             self._tickets |= {_hash(ticket): guests for ticket in guests.tickets}
         return guests
 
+    def note_address(self, peer: str, address: str) -> None:
+        """A member has called from there: lanes that it is given tickets for are let in before strangers."""
+        with self._lock:
+            self._networks[peer] = network_of(address)
+
     def forget(self, guests: Guests) -> None:
         with self._lock:
             for ticket in guests.tickets:
@@ -150,12 +160,11 @@ class Door:
         """Who is inside stays until its transfer ends."""
         with self._lock:
             self._closed = True
-            strangers = list(self._strangers)
+            for one in self._strangers:
+                _shut(one)
             self._tickets.clear()
-        for one in (self._listener, *strangers):
-            if one is not None:
-                with contextlib.suppress(OSError):
-                    one.shutdown(socket.SHUT_RDWR)
+        if self._listener is not None:
+            _shut(self._listener)
         if self._thread is not None:
             self._thread.join(_JOIN_SECONDS)
         if self._listener is not None:
@@ -163,22 +172,55 @@ class Door:
 
     def _accept(self) -> None:
         assert self._listener is not None
+        poll = select.poll()
+        poll.register(self._listener, select.POLLIN)
         while not self._closed:
             try:
-                connection, _ = self._listener.accept()
+                self._show_out_late(time.monotonic())
+                if not poll.poll(_LOOK_SECONDS * 1000):
+                    continue
+                connection, address = self._listener.accept()
+                connection.setblocking(True)
+                self._take_in(connection, Stranger(network_of(address[0]), time.monotonic()))
+            except BlockingIOError:
+                continue  # whoever came has gone again
             except OSError as error:
                 if self._closed or error.errno in (errno.EBADF, errno.EINVAL):
                     return
                 time.sleep(_PAUSE_SECONDS)
-                continue
-            with self._lock:
-                is_full = self._closed or len(self._strangers) >= _MAX_STRANGERS
-                if not is_full:
-                    self._strangers.add(connection)
-            if is_full:
-                connection.close()
-                continue
+            except Exception:
+                _log.exception("a data connection could not be accepted; trying again")
+                time.sleep(_PAUSE_SECONDS)
+
+    def _take_in(self, connection: socket.socket, stranger: Stranger) -> None:
+        with self._lock:
+            self._strangers[connection] = stranger
+            index = whom_to_refuse(tuple(self._strangers.values()), self._expected())
+            if self._closed:
+                _shut(connection)
+            elif index is not None:
+                refused = list(self._strangers)[index]
+                del self._strangers[refused]
+                _shut(refused)  # its thread notices and closes it
+        try:
             threading.Thread(target=self._admit, args=(connection,), name="flashckpt-lane", daemon=True).start()
+        except BaseException:
+            with self._lock:
+                self._strangers.pop(connection, None)
+            connection.close()
+            raise
+
+    def _expected(self) -> collections.Counter[str]:
+        """How many lanes may still come from where. Under the lock."""
+        networks = (self._networks.get(guests.peer, "") for guests in self._tickets.values())
+        return collections.Counter(network for network in networks if network)
+
+    def _show_out_late(self, now: float) -> None:
+        """The kernel's timeouts are for each byte; this one is for all of them."""
+        with self._lock:
+            for lane, stranger in self._strangers.items():
+                if now - stranger.since > _KNOCK_SECONDS:
+                    _shut(lane)
 
     def _admit(self, connection: socket.socket) -> None:
         lane: Lane = connection
@@ -187,20 +229,31 @@ class Door:
             set_timeouts(connection, _KNOCK_SECONDS)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if self._tls is not None:
-                lane = self._tls.wrap_socket(connection, server_side=True)
+                lane = self._wrap(connection, self._tls)
+                lane.do_handshake()  # type: ignore[attr-defined]
             guests = self._redeem(lane)
             set_timeouts(lane, self._stall_timeout)
-        except (FlashError, OSError) as error:
-            _log.info("nobody to let in: %s", error)
+        except Exception as error:
+            if not isinstance(error, FlashError | OSError):
+                _log.exception("a data connection could not be let in")
+            _log.info("data connection refused: %s", error)
             guests = None
         finally:
             with self._lock:
-                self._strangers.discard(connection)
+                self._strangers.pop(connection, None)
+                self._strangers.pop(lane, None)
         if guests is None:
             with contextlib.suppress(OSError):
                 lane.close()
         else:
             guests.serve(lane)
+
+    def _wrap(self, connection: socket.socket, tls: ssl.SSLContext) -> Lane:
+        """The same connection with TLS takes the place of the bare one, which can't be shut down any more."""
+        with self._lock:
+            lane = tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+            self._strangers = {lane if one is connection else one: who for one, who in self._strangers.items()}
+        return lane
 
     def _redeem(self, lane: Lane) -> Guests:
         magic, ticket = read_exactly(lane, len(MAGIC)), read_exactly(lane, TICKET_BYTES)
@@ -214,6 +267,12 @@ class Door:
             if found != guests.peer:
                 raise DeniedError(f"lane: expected a certificate of node {guests.peer!r}, found {found!r}")
         return guests
+
+
+def _shut(lane: socket.socket) -> None:
+    """End a connection that a thread waits for. The thread closes it."""
+    with contextlib.suppress(OSError):
+        socket.socket.shutdown(lane, socket.SHUT_RDWR)  # not TLS's own, which changes what the other thread uses
 
 
 def _hash(ticket: bytes) -> bytes:

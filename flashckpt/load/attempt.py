@@ -20,7 +20,7 @@ from flashckpt.format.shard import read_envelope
 from flashckpt.load import catalogue as catalogues
 from flashckpt.load.agree import StepBackError, agree
 from flashckpt.load.catalogue import Catalogue
-from flashckpt.load.cover import Index, index, uncovered
+from flashckpt.load.cover import Index, index, uncovered_keys
 from flashckpt.load.plan import Reader
 from flashckpt.load.progress import Progress
 from flashckpt.load.read import OpenShard, count_writes, pieces_for, read
@@ -56,6 +56,7 @@ class Attempt:
         self.near = frozenset(copies.on(ground.node))  # ranks whose shards lie on this node
         self.catalogue: Catalogue
         self.stored: Index = {}
+        self.broken: set[str] = set()  # keys of tensors that lack elements, where shards are missing
         self._references: dict[int, bytes] = {}  # rank → checksum table, if other ranks' assumed tensors differ
         self.shards: dict[int, OpenShard] = {}  # by rank: those that this rank reads
         self.fetched: frozenset[int] = frozenset()  # ranks whose shards came from other nodes, for this rank
@@ -79,7 +80,9 @@ class Attempt:
     @property
     def reader(self) -> Reader:
         rank = self._ground.rank
-        return Reader(rank, self.catalogue.layout_of(rank) if rank < self.world else None, tuple(sorted(self.near)))
+        return Reader(
+            rank, self.catalogue.layout_of(rank) if self.catalogue.has(rank) else None, tuple(sorted(self.near))
+        )
 
     # --- describe -------------------------------------------------------------------------------------------
 
@@ -110,13 +113,17 @@ class Attempt:
             )
         with collector_paused():
             try:
-                self.catalogue = Catalogue(self.generation, self.world, described)
+                lacking = frozenset(range(self.world)).difference(self._copies.ranks)
+                self.catalogue = Catalogue(self.generation, self.world, described, lacking)
             except (CorruptShardError, IncompatibleError) as error:
                 raise StepBackError(error.message) from error
             self.stored = index(self.catalogue.layouts, self.catalogue.ranks)
-            problem = uncovered(self.stored)
-        if problem:
-            raise StepBackError("; ".join(problem[:4]))
+            uncovered = uncovered_keys(self.stored)
+        if uncovered and lacking:
+            self.broken = {fqn for fqn, _ in uncovered}
+            self.stored = {key: pieces for key, pieces in self.stored.items() if key not in uncovered}
+        elif uncovered:
+            raise StepBackError("; ".join(list(uncovered.values())[:4]))
         self._compare()
 
     def _compare(self) -> None:

@@ -180,10 +180,18 @@ def decode(data: bytes) -> Description:
 class Catalogue:
     """Every shard of one generation, by rank."""
 
-    def __init__(self, generation: Generation, world: int, described: Sequence[Description]) -> None:
-        """CorruptShardError where a layout is not one; UncoveredError is for cover.py to find."""
+    def __init__(
+        self,
+        generation: Generation,
+        world: int,
+        described: Sequence[Description],
+        lacking: frozenset[int] = frozenset(),
+    ) -> None:
+        """CorruptShardError where a layout is not one; UncoveredError is for cover.py to find. `lacking`: ranks whose
+        shards are nowhere."""
         self.generation = generation
         self.world = world
+        self.lacking = lacking
         self.layouts: list[Layout] = []
         self.ranks: list[tuple[int, ...]] = []  # of each layout
         self._values: list[bytes | Values] = []
@@ -203,13 +211,15 @@ class Catalogue:
                 rows["values"] = np.array(to_values, dtype=np.uint32)[rows["values"]]
                 self.shards[rows["rank"]] = rows
                 seen[rows["rank"]] = True
-        if not seen.all():
+        if set(np.flatnonzero(~seen).tolist()) != self.lacking:
             raise InternalError(f"{self.generation}: nobody described ranks {np.flatnonzero(~seen).tolist()[:8]}")
+        self._seen = np.flatnonzero(seen)
         self.layouts = [decode_layout(blob, f"{self.generation}: layout") for blob in layouts]
         self.fingerprints = [hashlib.blake2b(blob, digest_size=16).digest() for blob in layouts]
         self._values = list(values)
-        order = np.argsort(self.shards["layout"], kind="stable")
-        counts = np.bincount(self.shards["layout"], minlength=len(self.layouts))
+        numbers = self.shards["layout"][self._seen]
+        order = self._seen[np.argsort(numbers, kind="stable")]
+        counts = np.bincount(numbers, minlength=len(self.layouts))
         self.ranks = [tuple(part.tolist()) for part in np.split(order, np.cumsum(counts)[:-1])]
         self._check_ends()
         ends = [int(self.shards["assumed_bytes"][list(ranks)].max(initial=0)) for ranks in self.ranks]
@@ -225,12 +235,16 @@ class Catalogue:
                     f"found them at {least}"
                 )
 
+    def has(self, rank: int) -> bool:
+        """Whether the rank has saved a shard, and it is there."""
+        return rank < self.world and rank not in self.lacking
+
     def layout_of(self, rank: int) -> int:
         return int(self.shards["layout"][rank])
 
     def values(self, rank: int) -> Values:
-        """The non-tensor values that one rank saved."""
-        index = int(self.shards["values"][rank])
+        """The non-tensor values that one rank saved; of one whose shard is nowhere, those of the lowest."""
+        index = int(self.shards["values"][rank if self.has(rank) else self._seen[0]])
         found = self._values[index]
         if not isinstance(found, Values):
             found = self._values[index] = unpack(found)
@@ -239,8 +253,8 @@ class Catalogue:
     def distinct_values(self) -> list[tuple[int, Values]]:
         """Each different set of values once, with the lowest rank that saved it, in the order of these ranks."""
         first: dict[int, int] = {}
-        for rank, index in enumerate(self.shards["values"].tolist()):
-            first.setdefault(index, rank)
+        for rank in self._seen.tolist():
+            first.setdefault(int(self.shards["values"][rank]), rank)
         return [(rank, self.values(rank)) for rank in first.values()]
 
     def chunks(self, rank: int) -> int:
@@ -249,16 +263,16 @@ class Catalogue:
 
     def saved_keys(self, rank: int, stored: Mapping[tuple[str, int | None], Any]) -> set[str]:
         """Every key that this rank could ask for."""
-        mine = self.layout_of(rank) if rank < self.world else -1
+        mine = self.layout_of(rank) if self.has(rank) else -1
         keys = {fqn for fqn, owner in stored if owner in (None, mine)}
         for first, saved in self.distinct_values():
-            own = rank < self.world and self.shards["values"][first] == self.shards["values"][rank]
+            own = self.has(rank) and self.shards["values"][first] == self.shards["values"][rank]
             keys.update(fqn for fqn in saved.values if own or fqn not in saved.per_rank)
         return keys
 
     def value(self, fqn: str, rank: int) -> tuple[bool, Any]:
         """(found, value): what this rank saved under the key, else what the lowest rank that has it saved."""
-        if rank < self.world:
+        if self.has(rank):
             mine = self.values(rank)
             if fqn in mine.values:
                 return True, mine.values[fqn]

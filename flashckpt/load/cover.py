@@ -39,19 +39,24 @@ def index_headers(headers: Sequence[ShardHeader]) -> Index:
 
 def uncovered(stored: Index) -> list[str]:
     """Tensors that can't be put together from their regions, each with the reason. Empty = usable."""
-    problems = []
+    return list(uncovered_keys(stored).values())
+
+
+def uncovered_keys(stored: Index) -> dict[tuple[str, int | None], str]:
+    """The same by key and layout, as in the index."""
+    problems: dict[tuple[str, int | None], str] = {}
     for (fqn, layout), pieces in stored.items():
         if len(pieces) == 1 and _is_whole(pieces[0].entry):
             continue
         owner = f"key {fqn!r}" + (f" of rank {pieces[0].ranks[0]}" if layout is not None else "")
         kinds = {(piece.entry.dtype, piece.entry.global_shape) for piece in pieces}
         if len(kinds) > 1:
-            problems.append(f"{owner}: shards disagree on dtype and shape: {sorted(kinds)}")
+            problems[fqn, layout] = f"{owner}: shards disagree on dtype and shape: {sorted(kinds)}"
             continue
         ((_, shape),) = kinds
         problem = _cover_problem(shape, {piece.entry.box for piece in pieces})
         if problem:
-            problems.append(f"{owner}: {problem}")
+            problems[fqn, layout] = f"{owner}: {problem}"
     return problems
 
 

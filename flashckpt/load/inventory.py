@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from flashckpt.types import NodeInventory
 
 Table = npt.NDArray[Any]
+NOBODY = 0xFFFFFFFF
 
 _VERSION = 2
 # version, quarantined, fence (step, epoch, nonce), launches, generations, copies, damaged
@@ -205,7 +206,8 @@ class Copy:
 
 
 class Copies:
-    """The shards of one generation with their holders: every rank has one, and copies of a rank agree."""
+    """The shards of one generation with their holders: copies of a rank agree. Every rank has one, unless a load takes
+    parts of a generation that is not whole."""
 
     def __init__(self, generation: Generation, world: int, rows: Table) -> None:
         """`rows` are of a complete generation, ordered by rank and node (see choose.py)."""
@@ -215,8 +217,15 @@ class Copies:
         self._starts = np.searchsorted(rows["rank"], np.arange(world + 1))
 
     @property
-    def is_complete(self) -> bool:
-        return bool((np.diff(self._starts) > 0).all())
+    def ranks(self) -> tuple[int, ...]:
+        """Those whose shards are there, ascending."""
+        return tuple(np.flatnonzero(np.diff(self._starts)).tolist())
+
+    @property
+    def agree(self) -> bool:
+        """Whether all copies of a rank have the same content."""
+        same_rank = self._rows["rank"][1:] == self._rows["rank"][:-1]
+        return not bool((same_rank & (self._rows["digest"][1:] != self._rows["digest"][:-1])).any())
 
     def __getitem__(self, rank: int) -> Copy:
         start, end = int(self._starts[rank]), int(self._starts[rank + 1])
@@ -235,9 +244,11 @@ class Copies:
         return ranks
 
     def tellers(self) -> npt.NDArray[np.uint32]:
-        """By rank, the node that describes its shard to the others: the holders of a rank take turns."""
-        ranks = np.arange(self.world)
-        nodes: npt.NDArray[np.uint32] = self._rows["node"][self._starts[:-1] + ranks % np.diff(self._starts)]
+        """By rank, the node that describes its shard to the others: the holders of a rank take turns. NOBODY where the
+        shard is nowhere."""
+        nodes: npt.NDArray[np.uint32] = np.full(self.world, NOBODY, dtype=np.uint32)
+        ranks, counts = np.array(self.ranks, dtype=np.int64), np.diff(self._starts)
+        nodes[ranks] = self._rows["node"][self._starts[:-1][ranks] + ranks % counts[ranks]]
         return nodes
 
     def without(self, bad: frozenset[tuple[int, int]]) -> Copies | None:
@@ -247,10 +258,10 @@ class Copies:
         for node, rank in bad:
             drop |= (self._rows["node"] == node) & (self._rows["rank"] == rank)
         left = Copies(self.generation, self.world, self._rows[~drop])
-        return left if drop.any() and left.is_complete else None
+        return left if drop.any() and left.ranks == self.ranks else None
 
 
 def copies_of(inventory: Inventory, generation: Generation) -> Copies:
-    """For a generation that choose() made a candidate."""
+    """For a generation that choose() made a candidate, or named as one with missing shards."""
     (world,) = inventory.worlds(generation)
     return Copies(generation, world, inventory.of(generation))

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from flashckpt.agent.session import decode_session, encode_session
 from flashckpt.collector import collector_paused
-from flashckpt.errors import MissingKeyError, NotFoundError, StructureError, UnusableError
+from flashckpt.errors import FlashError, MissingKeyError, NotFoundError, StructureError, UnusableError
 from flashckpt.failpoints import failpoint
 from flashckpt.load import inventory as inventories
+from flashckpt.load import parts
 from flashckpt.load.agree import StepBackError, agree
 from flashckpt.load.attempt import Attempt
 from flashckpt.load.choose import Choice, choose, explain
@@ -21,7 +22,7 @@ from flashckpt.load.live import LiveTensors
 from flashckpt.load.plan import Transfer, plan
 from flashckpt.load.result import LoadResult
 from flashckpt.state.flatten import Flat, flatten, restore
-from flashckpt.types import Launch, Timings, age_order
+from flashckpt.types import Launch, Loss, Timings, age_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
@@ -39,6 +40,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_TOLD = 2  # incomplete generations of which an error says what is whole
 _PAUSES = (1.0, 2.0)  # seconds between attempts to fetch the same generation, as long as an agent needs to be back
 
 
@@ -128,6 +130,8 @@ class Recovery:
         self._ground = ground
         self._touched = False
         self._attempt: Readable | None = None  # the one that is under way
+        self._missing: tuple[tuple[Generation, tuple[int, ...]], ...] = ()
+        self._losses: list[Loss] = []  # generations with shards that no node has
 
     def __enter__(self) -> Recovery:
         return self
@@ -159,14 +163,28 @@ class Recovery:
     def candidates(self, inventory: Inventory, step: int | None) -> Choice:
         """Collective, because what is missing is explained by whoever remembers where it was."""
         choice = self._explained(choose(inventory, step), inventory)
+        reasons = dict(choice.passed_over)
+        self._missing = choice.missing
+        self._losses = [Loss(one, ranks, reasons.get(one, "")) for one, ranks in choice.missing]
         if step is not None and not choice.candidates:
             steps = sorted({generation.step for generation, _ in inventory.generations})
             raise NotFoundError(
                 f"step {step}: not in memory as a whole; steps with shards: {steps or 'none'}{_listed(choice)}",
                 hint="leave out step= to load the newest usable one",
                 step=step,
+                parts=True,
             )
         return choice
+
+    def keep_losses(self) -> None:
+        """Leaves word on this node of what was found to be lost, for `ls` and `status`. Local, and no error."""
+        if not self._ground.is_leader:
+            return
+        try:
+            if self._losses or self._ground.store.read_losses():
+                self._ground.store.write_losses(self._losses)
+        except (FlashError, OSError) as error:
+            log.warning("the list of lost generations could not be written: %s", error)
 
     def _explained(self, choice: Choice, inventory: Inventory) -> Choice:
         """The nodes that a missing shard was on, from one node that remembers that launch. Collective."""
@@ -209,6 +227,50 @@ class Recovery:
     def load_from(self, attempt: Readable, state_dict: MutableMapping[Any, Any], request: Request) -> LoadResult:
         """The same from what is not in memory. Collective. StepBackError on all ranks where it can't be used."""
         return self._try(attempt, state_dict, request)
+
+    def load_parts(
+        self,
+        error: UnusableError | NotFoundError,
+        inventory: Inventory,
+        state_dict: MutableMapping[Any, Any],
+        request: Request,
+    ) -> LoadResult:
+        """After `error`, which found no generation to load: takes what is whole of the step that was asked for, if the
+        request allows parts to be missing; else raises the error with what is whole of the newest ones. Collective.
+        """
+        if not error.fields.get("parts"):  # raised on all ranks alike, or another error
+            raise error
+        found = [one for one, _ in self._missing if request.step is None or one.step == request.step]
+        takes_parts = request.step is not None and (request.keys is not None or not request.strict)
+        lines = []
+        for generation in sorted(found, key=age_order, reverse=True)[:_TOLD]:
+            copies = copies_of(inventory, generation)
+            if not copies.ranks or not copies.agree:
+                continue
+            try:
+                with Attempt(self._ground, copies) as attempt:
+                    if takes_parts:
+                        result = self._try(attempt, state_dict, request)
+                        log.warning(
+                            "%s: loaded without the shards of ranks %s", generation, dict(self._missing)[generation]
+                        )
+                        return result
+                    attempt.describe()
+                    lines.append(f"\n  - {generation}: {self._whole_of(attempt)}")
+            except StepBackError as problem:
+                log.warning("%s: what is whole of it could not be told: %s", generation, problem.message)
+        fields = {name: value for name, value in error.fields.items() if name != "parts"}
+        told = f"\n  what is left:{''.join(lines)}" if lines else ""
+        raise type(error)(error.message + told, hint=error.hint, **fields) from error
+
+    def _whole_of(self, attempt: Attempt) -> str:
+        catalogue = attempt.catalogue
+        whole = {fqn for fqn, layout in attempt.stored if layout is None}
+        rank_keys = {fqn for fqn, layout in attempt.stored if layout is not None}
+        for _, values in catalogue.distinct_values():
+            rank_keys |= values.per_rank
+            whole |= values.values.keys() - values.per_rank
+        return parts.told(attempt.generation.step, sorted(catalogue.lacking), whole, attempt.broken, rank_keys)
 
     def find(self, step: int | None) -> Attempt:
         """The newest usable generation, described, for somebody who reads by a plan of their own. Collective.
@@ -337,6 +399,7 @@ class Recovery:
         return UnusableError(
             f"job {self._ground.job!r}: shards exist, but no generation is usable{touched}:{tried}{_listed(choice)}",
             touched=self.touched,
+            parts=True,
         )
 
 

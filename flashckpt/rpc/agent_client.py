@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
 
     from flashckpt.credentials import Bundle
-    from flashckpt.rpc.api import Lease, Progress, RetrieveNews
+    from flashckpt.rpc.api import Lease, Overtaken, Progress, RetrieveNews
     from flashckpt.store.owner import Owner
-    from flashckpt.types import Fence, Generation, NodeInventory, Retrieval, Session, ShardId
+    from flashckpt.types import Claimant, Fence, Generation, Launch, NodeInventory, Retrieval, Session, ShardId
 
 # The status of a large job is long, and it comes from our own agent.
 _MAX_RECEIVE_BYTES = 64 << 20
@@ -73,11 +73,26 @@ class AgentClient:
         finally:
             ready.cancel()
 
-    def hello(self, owner: Owner, rank: int, version: int, job: str) -> Lease:
+    def hello(
+        self,
+        owner: Owner,
+        rank: int,
+        version: int,
+        job: str,
+        launch: Launch | None = None,
+        claimed_at: float = 0.0,
+    ) -> Lease:
         data = self._call(
             "Hello",
             b"",
-            lambda: agent_pb2.AgentHelloRequest(owner=convert.to_owner(owner), rank=rank, version=version, job=job),
+            lambda: agent_pb2.AgentHelloRequest(
+                owner=convert.to_owner(owner),
+                rank=rank,
+                version=version,
+                job=job,
+                launch=convert.maybe(launch, convert.to_launch),
+                claimed_at=claimed_at,
+            ),
         )
         return convert.from_lease(convert.parse(agent_pb2.AgentHelloResponse, data, "Hello's answer"))
 
@@ -88,6 +103,11 @@ class AgentClient:
             lambda: agent_pb2.ListenRequest(credentials=convert.to_bundle(credentials), advertise=advertise, port=port),
         )
         return convert.name(convert.parse(agent_pb2.ListenResponse, data, "Listen's answer").address, "address")
+
+    def claimants(self, ticket: bytes) -> tuple[Claimant, ...]:
+        data = self._call("Claimants", ticket, agent_pb2.ClaimantsRequest)
+        answer = convert.parse(agent_pb2.ClaimantsResponse, data, "Claimants' answer")
+        return tuple(map(convert.from_claimant, answer.claimants))
 
     def begin(self, ticket: bytes, session: Session, credentials: Bundle | None) -> None:
         self._call(
@@ -156,7 +176,7 @@ class AgentClient:
     def void(self, ticket: bytes, generation: Generation) -> None:
         self._call("Void", ticket, lambda: agent_pb2.VoidRequest(generation=convert.to_generation(generation)))
 
-    def watch(self, ticket: bytes) -> Iterator[Progress]:
+    def watch(self, ticket: bytes) -> Iterator[Progress | Overtaken]:
         """Without a deadline of its own: ends when the agent drains, raises AgentError when it is gone or hung
         (keepalive finds that out), and when another thread closes the client."""
         for data in self._stream("Watch", ticket, agent_pb2.WatchRequest().SerializeToString()):
@@ -192,10 +212,9 @@ class AgentClient:
             raise AgentError(f"agent at {self.socket_path}: expected a JSON object, found {type(status).__name__}")
         return status
 
-    def stop(self, drain_timeout: float) -> None:
-        self._call(
-            "Stop", b"", lambda: agent_pb2.StopRequest(drain_timeout=drain_timeout), drain_timeout + self._timeout
-        )
+    def stop(self, drain_timeout: float | None) -> None:
+        """Returns at once: the agent then drains for at most that long (None: as its own limits say), and ends."""
+        self._call("Stop", b"", lambda: agent_pb2.StopRequest(drain_timeout=drain_timeout))
 
     def close(self) -> None:
         """Ends running calls, watches included. May be called twice."""

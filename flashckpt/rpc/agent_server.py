@@ -23,7 +23,7 @@ from flashckpt.v1 import agent_pb2
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from flashckpt.rpc.api import AgentApi, RetrieveNews
+    from flashckpt.rpc.api import AgentApi, Overtaken, Progress, RetrieveNews
 
 _T = TypeVar("_T")
 
@@ -50,6 +50,7 @@ class AgentServer:
         unary = {
             "Hello": self._hello,
             "Listen": self._listen,
+            "Claimants": self._claimants,
             "Begin": self._begin,
             "PutFence": self._put_fence,
             "Acquire": self._acquire,
@@ -133,7 +134,9 @@ class AgentServer:
     def _hello(self, data: bytes, _call: Call) -> bytes:
         request = convert.parse(agent_pb2.AgentHelloRequest, data, "Hello")
         owner = convert.needed(request, "owner", convert.from_owner)
-        lease = self._api.hello(owner, request.rank, request.version, convert.name(request.job, "job"))
+        job = convert.name(request.job, "job")
+        launch = convert.optional(request, "launch", convert.from_launch)
+        lease = self._api.hello(owner, request.rank, request.version, job, launch, request.claimed_at)
         return convert.to_lease(lease).SerializeToString()
 
     def _listen(self, data: bytes, _call: Call) -> bytes:
@@ -144,6 +147,11 @@ class AgentServer:
             raise IncompatibleError(f"expected a port, found {request.port}")
         address = self._api.listen(credentials, advertise, request.port)
         return agent_pb2.ListenResponse(address=address).SerializeToString()
+
+    def _claimants(self, data: bytes, call: Call) -> bytes:
+        convert.parse(agent_pb2.ClaimantsRequest, data, "Claimants")
+        claimants = map(convert.to_claimant, self._api.claimants(call.caller.ticket))
+        return agent_pb2.ClaimantsResponse(claimants=claimants).SerializeToString()
 
     def _begin(self, data: bytes, call: Call) -> bytes:
         request = convert.parse(agent_pb2.BeginRequest, data, "Begin")
@@ -196,7 +204,8 @@ class AgentServer:
 
     def _watch(self, data: bytes, call: Call) -> Iterator[bytes]:
         convert.parse(agent_pb2.WatchRequest, data, "Watch")
-        for progress in _while_there(call, self._api.watch(call.caller.ticket)):
+        there: Iterator[Progress | Overtaken] = _while_there(call, self._api.watch(call.caller.ticket))
+        for progress in there:
             yield convert.to_progress(progress).SerializeToString()
 
     def _inventory(self, data: bytes, call: Call) -> bytes:
@@ -221,7 +230,8 @@ class AgentServer:
 
     def _stop(self, data: bytes, _call: Call) -> bytes:
         request = convert.parse(agent_pb2.StopRequest, data, "Stop")
-        self._api.stop(convert.seconds(request.drain_timeout, "drain_timeout"))
+        told = request.HasField("drain_timeout")
+        self._api.stop(convert.seconds(request.drain_timeout, "drain_timeout") if told else None)
         return agent_pb2.StopResponse().SerializeToString()
 
 

@@ -13,7 +13,18 @@ if TYPE_CHECKING:
 
     from flashckpt.credentials import Bundle
     from flashckpt.store.owner import Owner
-    from flashckpt.types import ChunkRange, Fence, Generation, Launch, Level, NodeInventory, Retrieval, Session, ShardId
+    from flashckpt.types import (
+        ChunkRange,
+        Claimant,
+        Fence,
+        Generation,
+        Launch,
+        Level,
+        NodeInventory,
+        Retrieval,
+        Session,
+        ShardId,
+    )
     from flashckpt.wire import (
         Answer,
         Envelope,
@@ -34,6 +45,7 @@ __all__ = [
     "Giver",
     "Hello",
     "Lease",
+    "Overtaken",
     "PeerApi",
     "Progress",
     "PutEnd",
@@ -74,6 +86,14 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
+class Overtaken:
+    """A newer launch has taken the job over from the trainer's: none of its saves will count any more."""
+
+    launch: Launch  # the newer one
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class RetrieveProgress:
     done_bytes: int
     total_bytes: int  # grows while heads come in
@@ -111,10 +131,22 @@ class AgentApi(Protocol):
     def lease_of(self, ticket: bytes) -> Lease | None:
         """The live lease with this ticket. None: there is none, or it has ended."""
 
-    def hello(self, owner: Owner, rank: int, version: int, job: str) -> Lease: ...
+    def hello(
+        self,
+        owner: Owner,
+        rank: int,
+        version: int,
+        job: str,
+        launch: Launch | None = None,
+        claimed_at: float = 0.0,
+    ) -> Lease:
+        """`launch`: what the trainer began, at `claimed_at`, with an agent that was here before."""
 
     def listen(self, credentials: Bundle, advertise: str | None, port: int) -> str:
         """host:port for other nodes; starts the server for them if it does not run yet."""
+
+    def claimants(self, ticket: bytes) -> tuple[Claimant, ...]:
+        """The live trainers of the launch that the agent works for, unless a newer one has overtaken it."""
 
     def begin(self, ticket: bytes, session: Session, credentials: Bundle | None) -> None: ...
 
@@ -134,7 +166,7 @@ class AgentApi(Protocol):
 
     def void(self, ticket: bytes, generation: Generation) -> None: ...
 
-    def watch(self, ticket: bytes) -> Iterator[Progress | None]:
+    def watch(self, ticket: bytes) -> Iterator[Progress | Overtaken | None]:
         """Ends when the agent drains or the lease does.
 
         None says that nothing is new: yielded about once a second, so that a caller who left is noticed.
@@ -151,7 +183,7 @@ class AgentApi(Protocol):
     def status(self) -> dict[str, Any]:
         """Only what JSON can hold."""
 
-    def stop(self, drain_timeout: float) -> None: ...
+    def stop(self, drain_timeout: float | None) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 from flashckpt import wire
 from flashckpt.credentials import Bundle
 from flashckpt.errors import IncompatibleError
-from flashckpt.rpc.api import Hello, Lease, Progress
+from flashckpt.rpc.api import Hello, Lease, Overtaken, Progress
 from flashckpt.rpc.checks import DIGEST_BYTES as DIGEST_BYTES
 from flashckpt.rpc.checks import MAX_NAME_BYTES as _MAX_NAME_BYTES
 from flashckpt.rpc.checks import MAX_TEXT_BYTES as _MAX_TEXT_BYTES
@@ -39,6 +39,7 @@ from flashckpt.rpc.errors import printable, shorten
 from flashckpt.store.owner import Owner
 from flashckpt.types import (
     MAX_KEEPS,
+    Claimant,
     Fence,
     Generation,
     Launch,
@@ -161,6 +162,28 @@ def from_owner(message: agent_pb2.Owner) -> Owner:
     if len(boot) != 8 or not set(boot) <= set("0123456789abcdef"):
         raise _refused("boot_id8", "8 hexadecimal digits", boot)
     return Owner(message.pid, message.start_ticks, boot, message.pid_namespace)
+
+
+def to_claimant(claimant: Claimant) -> agent_pb2.Claimant:
+    return agent_pb2.Claimant(
+        process=claimant.process,
+        pid=claimant.pid,
+        rank=claimant.rank,
+        launch=to_launch(claimant.launch),
+        claimed_at=claimant.claimed_at,
+        ending=claimant.is_ending,
+    )
+
+
+def from_claimant(message: agent_pb2.Claimant) -> Claimant:
+    if not 0 < message.pid < 1 << 31:
+        raise _refused("pid", "a process id", message.pid)
+    if not math.isfinite(message.claimed_at):
+        raise _refused("claimed_at", "seconds since 1970", message.claimed_at)
+    launch = needed(message, "launch", from_launch)
+    return Claimant(
+        name(message.process, "process"), message.pid, message.rank, launch, message.claimed_at, message.ending
+    )
 
 
 def to_bundle(bundle: Bundle) -> agent_pb2.Bundle:
@@ -294,7 +317,10 @@ def from_on_busy(value: int) -> str:
     raise _refused("on_busy", "a known value", value)
 
 
-def to_progress(progress: Progress) -> agent_pb2.WatchResponse:
+def to_progress(progress: Progress | Overtaken) -> agent_pb2.WatchResponse:
+    if isinstance(progress, Overtaken):
+        reason = shorten(progress.reason, _MAX_TEXT_BYTES)
+        return agent_pb2.WatchResponse(overtaken_by=to_launch(progress.launch), reason=reason)
     return agent_pb2.WatchResponse(
         generation=to_generation(progress.generation),
         level=agent_pb2.Level.Name(progress.level),
@@ -303,7 +329,9 @@ def to_progress(progress: Progress) -> agent_pb2.WatchResponse:
     )
 
 
-def from_progress(message: agent_pb2.WatchResponse) -> Progress:
+def from_progress(message: agent_pb2.WatchResponse) -> Progress | Overtaken:
+    if message.HasField("overtaken_by"):
+        return Overtaken(from_launch(message.overtaken_by), printable(message.reason))
     generation = needed(message, "generation", from_generation)
     try:
         level = Level(message.level)

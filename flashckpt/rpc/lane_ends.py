@@ -101,6 +101,11 @@ class LaneServer:
             _log.warning("no lanes: %s", error)
             self._door = None
 
+    def note_address(self, peer: str, address: str) -> None:
+        """A member has called from there."""
+        if self._door is not None:
+            self._door.note_address(peer, address)
+
     def expect(self, peer: str, wanted: int, work: Callable[[Lane], None]) -> Guests | None:
         count = self._policy.offered(wanted)
         return self._door.expect(peer, count, work) if self._door is not None and count else None

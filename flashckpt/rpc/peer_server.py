@@ -11,6 +11,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any, cast
+from urllib.parse import unquote
 
 import grpc
 
@@ -209,6 +210,7 @@ class PeerServer:
                     watched.expect(limits.idle_timeout)
                     yield peer_pb2.PutResponse(refused=refused).SerializeToString()
                     return
+                self._lanes.note_address(peer, _address_of(call.context.peer()))
                 with closing(self._receive(peer, requests, call, watched)) as answers:
                     for answer in answers:
                         # Whoever does not read its answers is as silent as one that sends nothing.
@@ -251,6 +253,7 @@ class PeerServer:
                     watched.expect(limits.idle_timeout)
                     yield refuse(answer)
                     return
+                self._lanes.note_address(peer, _address_of(call.context.peer()))
                 with closing(give(answer, get, self._lanes, request.lanes)) as messages:
                     for message in messages:
                         # Whoever does not read keeps a thread and a message of ours.
@@ -283,6 +286,14 @@ class PeerServer:
                 if not running[peer]:
                     del running[peer]
                     self._idle.notify_all()
+
+
+def _address_of(peer: str) -> str:
+    """The address in gRPC's name of the other end, such as ipv6:%5B::1%5D:4711; "" if there is none in it."""
+    try:
+        return parse_address(unquote(peer.partition(":")[2]))[0]
+    except ConfigError:
+        return ""
 
 
 def _not_bound(address: str, reason: str) -> ConfigError:

@@ -19,6 +19,7 @@ _REMOTE = frozenset({Role.MEMBER})
 ROLES: dict[str, frozenset[Role]] = {
     "/flashckpt.v1.Agent/Hello": _LOCAL,
     "/flashckpt.v1.Agent/Listen": _LEASED,
+    "/flashckpt.v1.Agent/Claimants": _LEASED,
     "/flashckpt.v1.Agent/Begin": _LEASED,
     "/flashckpt.v1.Agent/PutFence": _LEASED,
     "/flashckpt.v1.Agent/Acquire": _LEASED,

@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 Options = list[tuple[str, int | str]]
 
-VERSION = 1  # of the protocol; both ends of a hello compare it
+VERSION = 2  # of the protocol; both ends of a hello compare it
 AGENT_SERVICE = "flashckpt.v1.Agent"
 PEER_SERVICE = "flashckpt.v1.Peer"
 TICKET_KEY = "flashckpt-ticket-bin"  # metadata of a call on the Unix socket

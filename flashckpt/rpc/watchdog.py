@@ -57,8 +57,9 @@ class Watchdog:
         with self._state:
             self._watched.add(watched)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="flashckpt-watchdog", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="flashckpt-watchdog", daemon=True)
+                thread.start()  # before it is kept: the next call tries again if the process has no thread to spare
+                self._thread = thread
             elif len(self._watched) == 1:
                 self._state.notify_all()
         return watched

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from flashckpt.errors import ConfigError, FencedError, FlashError, NotFoundError
 from flashckpt.placement import place
+from flashckpt.rpc.api import Overtaken
 from flashckpt.save.flush_news import FlushNews
 from flashckpt.save.slots import lacking
 from flashckpt.types import Launch, Level, Session, age_order
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from flashckpt.save.handle import SaveHandle
     from flashckpt.save.slots import SlotMemory
     from flashckpt.store.slots import Sealed, Slot, SlotStore
-    from flashckpt.types import Fence, Generation, ShardId
+    from flashckpt.types import Claimant, Fence, Generation, ShardId
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,7 @@ class AgentSlots:
         self._begun: tuple[Launch, bytes] | None = None  # the launch that this lease's agent knows we are in
         self.memory: SlotMemory | None = None
         self.flushes = FlushNews()
+        self.on_overtaken: Callable[[str], None] = lambda reason: None
         self._told: Pending[None] | None = None  # the last message to the agent that is sent in the background
         self._lock = threading.Lock()  # protects what follows: the link's thread brings news
         self._handles: weakref.WeakValueDictionary[Generation, SaveHandle] = weakref.WeakValueDictionary()
@@ -79,6 +81,11 @@ class AgentSlots:
         with self._lock:
             self._saved.clear()
 
+    def claimants(self) -> tuple[Claimant, ...]:
+        return self._link.call(
+            lambda client, ticket, _: client.claimants(ticket), self._config.save_timeout, "asking who holds the job"
+        )
+
     def begin(self) -> None:
         """Takes the node's agent over for this launch. FencedError where a newer one has it."""
         session, credentials = self._session, self._credentials
@@ -92,6 +99,8 @@ class AgentSlots:
         # Again for each lease: an agent that was restarted may not have understood what its predecessor left.
         ticket = self._link.call(begin, self._config.save_timeout, "beginning the launch")
         self._begun = (session.launch, ticket)
+        if self._link.claimed is None or self._link.claimed[0] != session.launch:
+            self._link.claimed = session.launch, time.time()
 
     def acquire(self, shard: ShardId, size_bytes: int) -> Slot:
         deadline = time.monotonic() + self._config.save_timeout
@@ -213,7 +222,12 @@ class AgentSlots:
         if self._told is not None:
             self._told.wait(max(0.0, deadline - time.monotonic()))
 
-    def _take_news(self, progress: Progress) -> None:
+    def _take_news(self, progress: Progress | Overtaken) -> None:
+        if isinstance(progress, Overtaken):
+            # A load of this process begins a newer launch as well: on this rank, before any agent is taken over.
+            if self.launch.is_older_than(progress.launch):
+                self.on_overtaken(progress.reason)
+            return
         if progress.flush_problem:
             self.flushes.failed(progress.generation.step, progress.flush_problem)
             with self._lock:

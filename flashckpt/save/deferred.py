@@ -2,8 +2,8 @@
 
 A tensor is *deferred* if its copy may be made after `save()` has returned; *immediate* tensors are copied before. The
 proof compares torch's version counters. A write through `.data`, NumPy or a graph replay does not change a version
-counter, so the first saves of a launch, and all saves with `verify="recheck"`, also compare checksums taken in
-`save()`. All other saves checksum a small sample.
+counter, so the first saves that defer a tensor, and all saves with `verify="recheck"`, also compare checksums taken in
+`save()`. Of the other tensors a save checksums a small sample.
 """
 
 from __future__ import annotations
@@ -11,26 +11,28 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
 from flashckpt.devices import clone_on_device
-from flashckpt.errors import BusyError, ChangedError
+from flashckpt.errors import BusyError, ChangedError, FlashError
 from flashckpt.save.checksums import Checksums
-from flashckpt.state.regions import local_parts, plain_local
+from flashckpt.save.frozen import Entry, FrozenChunks
+from flashckpt.save.marks import ImmediateMarks, Mark, has_versions, parts_of
+from flashckpt.state.regions import plain_local
 from flashckpt.workers import Flag
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from flashckpt.save.handle import SaveHandle
-    from flashckpt.save.plan import SavePlan
+    from flashckpt.save.plan import SavePlan, Source
     from flashckpt.state.flatten import Flat
 
 log = logging.getLogger(__name__)
 
-# In so many first saves of a launch, save() checksums all deferred tensors: version counters do not show all changes.
+# save() checksums a tensor the first times that it is deferred: version counters do not show all changes.
 RECHECKED_SAVES = 2
 # Windows per later save, and bytes per window: takes some tenths of a millisecond, and finds a swap of all weights.
 SAMPLED = 32
@@ -39,16 +41,11 @@ SAMPLE_WINDOW_BYTES = 16 << 10
 STEADY_BYTES = 1 << 20
 # Bytes of immediate tensors that are cloned per save; the others are copied into the slot while save() waits.
 CLONED_BYTES = 4 << 20
+# So often immediate tensors are copied again if another thread changed them meanwhile. Then the save fails.
+_REPEATS = 5
 # When a tensor of at least this size is freed, its memory may be unmapped: a read would then end the process.
 _HELD_BYTES = 64 << 10
 _NAMED = 5  # keys in a message
-
-
-class _Mark(NamedTuple):
-    """Address and version of a tensor at the last save. An equal mark allows deferring it, but is not the proof."""
-
-    address: int
-    version: int
 
 
 class Deferrals:
@@ -60,10 +57,11 @@ class Deferrals:
         self._device_snapshot = device_snapshot
         self._threads = threads
         self._timeout = timeout
-        self._rechecks_left = RECHECKED_SAVES
+        self._rechecked: dict[str, int] = {}  # key → in how many saves it was checksummed
         self._turn = 0
         self._changing: set[str] = set()  # found to change while they were deferred
-        self._marks: dict[str, _Mark] = {}
+        self._marks: dict[str, Mark] = {}
+        self.frozen = FrozenChunks()
         self._stored: tuple[SavePlan, list[int]] | None = None
 
     @property
@@ -76,11 +74,17 @@ class Deferrals:
         for key, tensor in tensors.items():
             self._is_steady(key, tensor)
 
+    def forget_frozen(self) -> None:
+        """Forget what earlier shards prove: a load fills tensors by their addresses."""
+        self.frozen = FrozenChunks()
+
     def everything(self, handle: SaveHandle, flat: Flat, plan: SavePlan) -> Deferred:
         """Watch all tensors of a save that copies while its caller waits: another thread might change them."""
         fqns, leaves = list(flat.tensors), list(flat.tensors.values())
-        watched = [i for i in self._of(plan) if _versions(fqns[i], leaves[i]) is not None]
-        return Deferred(handle, self, flat, watched, frozenset(), None, self._timeout, overlapped=False)
+        watched = [i for i in self._of(plan) if has_versions(fqns[i], leaves[i])]
+        return Deferred(
+            handle, self, flat, watched, frozenset(), None, self._timeout, marks=None, torn=[], overlapped=False
+        )
 
     def split(
         self, handle: SaveHandle, flat: Flat, plan: SavePlan, defers: Callable[[str, torch.Tensor], bool | None]
@@ -90,43 +94,63 @@ class Deferrals:
         fqns, leaves = list(flat.tensors), list(flat.tensors.values())
         deferred: list[int] = []
         immediate: list[int] = []
+        frozen: set[int] = set()
         for i in self._of(plan):
             key, tensor = fqns[i], leaves[i]
-            may = key not in self._changing and self._may_defer(key, tensor, defers(key, tensor))
-            # An inference tensor has no version counter: nothing would show that it was changed.
-            (deferred if may and _versions(key, tensor) is not None else immediate).append(i)
+            may = False if key in self._changing else defers(key, tensor)
+            if may is None and (may := self._is_steady(key, tensor)):
+                frozen.add(i)
+            (deferred if may and has_versions(key, tensor) else immediate).append(i)
+        marks = ImmediateMarks(fqns, leaves, immediate)
         immediate = _clone_on_devices(flat, fqns, leaves, immediate)
         if self._device_snapshot:
             left_there = _clone_on_devices(flat, fqns, leaves, deferred)
             # Tensors on the host (step counters) become immediate: the gate would be held for them alone.
-            immediate += [i for i in left_there if leaves[i].is_cpu]
+            on_host = [i for i in left_there if leaves[i].is_cpu]
+            marks.note(on_host)
+            immediate += on_host
             deferred = [i for i in left_there if not leaves[i].is_cpu]
         decided = time.perf_counter()
         left = _clone_small(flat, fqns, leaves, immediate)
+        torn = _clone_until_steady(flat, marks, left)
         cloned = time.perf_counter()
         _hold(flat, fqns, leaves, deferred)
-        checksums = self._checksum(flat, plan, frozenset(deferred)) if deferred else None
-        made = Deferred(handle, self, flat, deferred, left, checksums, self._timeout, overlapped=True)
+        entries = _entries(fqns, plan, frozen.intersection(deferred)) if frozen else []
+        unknown = {entry.key for entry in entries if not self.frozen.knows(entry)}
+        checksums = self._checksum(flat, fqns, plan, deferred, unknown) if deferred else None
+        made = Deferred(
+            handle, self, flat, deferred, left, checksums, self._timeout, marks=marks, torn=torn, overlapped=True
+        )
+        made.frozen = entries
         if not deferred and not left:
             handle.queue(made)  # the caller's tensors are not read any more
         handle.proof_seconds = decided - began + time.perf_counter() - cloned
         return made
 
-    def _checksum(self, flat: Flat, plan: SavePlan, deferred: frozenset[int]) -> Checksums:
-        """Checksum all deferred tensors in the first saves of a launch, and another sample in each later save."""
-        if self._recheck or self._rechecks_left > 0:
-            self._rechecks_left -= 1
-            sources = [source for source in plan.sources if source.tensor in deferred]
-            return Checksums(sources, flat, self._threads)
-        count = len(plan.sources)
-        self._turn += 1
-        places = {(self._turn + i * count // SAMPLED) % count for i in range(min(SAMPLED, count))}
-        sample = [plan.sources[place] for place in sorted(places) if plan.sources[place].tensor in deferred]
-        return Checksums(sample, flat, 1, window_bytes=SAMPLE_WINDOW_BYTES)
+    def _checksum(
+        self, flat: Flat, fqns: list[str], plan: SavePlan, deferred: Sequence[int], unknown: Collection[str]
+    ) -> Checksums:
+        """Checksum the tensors that were deferred seldom so far, and of the others another sample in each save.
+
+        `unknown`: keys of frozen tensors whose chunks in earlier shards prove nothing.
+        """
+        counts = self._rechecked
+        new = {i for i in deferred if self._recheck or counts.get(fqns[i], 0) < RECHECKED_SAVES or fqns[i] in unknown}
+        for i in new:
+            self._rechecked[fqns[i]] = self._rechecked.get(fqns[i], 0) + 1
+        whole = [source for source in plan.sources if source.tensor in new] if new else []
+        sample: list[Source] = []
+        if len(new) < len(deferred):
+            left = frozenset(deferred) - new
+            count = len(plan.sources)
+            self._turn += 1
+            places = {(self._turn + i * count // SAMPLED) % count for i in range(min(SAMPLED, count))}
+            sample = [plan.sources[place] for place in sorted(places) if plan.sources[place].tensor in left]
+        return Checksums(whole, sample, flat, self._threads if whole else 1, window_bytes=SAMPLE_WINDOW_BYTES)
 
     def found_unseen(self) -> None:
         """Checksum all deferred tensors of the next saves, after a checksum has shown what no version counter did."""
-        self._rechecks_left = max(self._rechecks_left, RECHECKED_SAVES)
+        self._rechecked.clear()
 
     def found_changing(self, keys: Sequence[str], why: str) -> None:
         """Make `keys` immediate from the next save on, and log `why`."""
@@ -147,16 +171,15 @@ class Deferrals:
             self._stored = plan, sorted({source.tensor for source in plan.sources})
         return self._stored[1]
 
-    def _may_defer(self, key: str, tensor: torch.Tensor, vouched: bool | None) -> bool:
-        return self._is_steady(key, tensor) if vouched is None else vouched
-
     def _is_steady(self, key: str, tensor: torch.Tensor) -> bool:
         """Mark a large tensor. Return True if it has not changed since the last save, as a frozen parameter."""
         local = plain_local(tensor)
         if local is None or local.nbytes < STEADY_BYTES or local.is_inference():
             return False
-        mark = _Mark(local.data_ptr(), local._version)
+        mark = Mark(local.data_ptr(), local._version)
         known, self._marks[key] = self._marks.get(key), mark
+        if known != mark:
+            self.frozen.forget(key)
         return known == mark
 
 
@@ -173,16 +196,24 @@ class Deferred:
         checksums: Checksums | None,
         timeout: float,
         *,
+        marks: ImmediateMarks | None,
+        torn: list[str],
         overlapped: bool,
     ) -> None:
         fqns, leaves = list(flat.tensors), list(flat.tensors.values())
+        self.frozen: list[Entry] = []  # of tensors that have not changed since an earlier save
         self.immediate = immediate  # indices into `flat` of the tensors that are copied while save() waits
         self._handle = handle
         self._owner = owner
-        self._keys = [fqns[i] for i in indices]
-        self._parts = [_parts(fqns[i], leaves[i]) for i in indices]
-        self._known = [[part._version for part in parts] for parts in self._parts]
+        # Of each part of a tensor: key, part, address, version.
+        self._watched = [
+            (key, part, part.data_ptr(), part._version)
+            for key, leaf in ((fqns[i], leaves[i]) for i in indices)
+            for part in parts_of(key, leaf)
+        ]
         self._checksums = checksums
+        self._immediate_marks = marks
+        self._torn = torn  # keys of immediate tensors that another thread changed each time they were copied
         self._timeout = timeout
         self._overlapped = overlapped
         self._taken = Flag()
@@ -193,6 +224,20 @@ class Deferred:
     def took(self) -> None:
         """Let save() return: the immediate tensors are copied, or the copy has failed."""
         self._taken.set()
+
+    def must_repeat(self, round_number: int) -> bool:
+        """Return True if the immediate tensors have to be copied again, because another thread changed them.
+
+        Called while save() waits for them.
+        """
+        if self._immediate_marks is None or not self.immediate:
+            return False
+        changed = self._immediate_marks.changed(self.immediate)
+        if changed and round_number < _REPEATS:
+            self._immediate_marks.note(changed)
+            return True
+        self._torn += self._immediate_marks.keys(changed)
+        return False
 
     def wait_until_taken(self) -> None:
         """Hold save() until its immediate tensors are copied. Give the save up if that exceeds the timeout."""
@@ -216,13 +261,18 @@ class Deferred:
         for device, event in self._events.items():
             torch.accelerator.current_stream(device).wait_event(event)
 
-    def stage(self, data: memoryview) -> None:
+    def stage(self, data: memoryview, crcs: bytes) -> None:
         """Mark the copy as made. Raises BusyError or ChangedError if it must not be sealed."""
         if not self._handle.is_given_up:
+            if self._torn:
+                self._refuse_torn(self._torn)
             with self._lock:
                 if self._changed is None:
-                    self._changed = self._find(data)
+                    self._changed = self._find()
                 changed = self._changed
+            if self._checksums is not None:
+                changed = self._with_unseen(changed, self._checksums.differing(data))
+            changed = self._with_unseen(changed, self._owner.frozen.differing(self.frozen, crcs))
             if changed:
                 self._refuse(changed)
         if not self._handle.stage():
@@ -230,6 +280,7 @@ class Deferred:
                 f"step {self._handle.step}: not copied within save_timeout ({self._timeout:g} s), training went on",
                 hint="a loaded host copies slowly: overlap=False, fewer saves, or more cores",
             )
+        self._owner.frozen.learn(self.frozen, crcs)
 
     def look_again(self) -> None:
         """Find, at the gate, tensors that changed since save(), also if they were copied before the change."""
@@ -239,45 +290,62 @@ class Deferred:
         if changed:
             self._owner.found_changing(changed, "changed between save() and optimizer.step()")
 
-    def _find(self, data: memoryview) -> list[str]:
-        if self._checksums is None:
-            return self._versions_changed()
-        if not self._checksums.is_sample:
-            return self._with_unseen(self._checksums.differing(data))
-        # A change that came after the copy of a sampled window may have come before the copy of other bytes.
-        return self._sources_changed() or self._with_unseen(self._checksums.differing(data))
+    def blame(self, error: BaseException) -> None:
+        """Raise ChangedError if a copy failed because the memory of a deferred tensor was freed."""
+        if self._overlapped and isinstance(error, (FlashError, RuntimeError)) and not self._handle.is_given_up:
+            freed = [key for key, part, address, _ in self._watched if part.data_ptr() != address]
+            if freed:
+                self._refuse(list(dict.fromkeys(freed)))
+
+    def _find(self) -> list[str]:
+        """Compare the tensors after the copy, which `stage` compares itself.
+
+        Of samples the bytes in the copy are not enough: a change that came after the copy of a sampled window may have
+        come before the copy of other bytes.
+        """
+        if self._checksums is None or not self._checksums.has_samples:
+            return self._marks_changed()
+        return self._sources_changed()
 
     def _sources_changed(self) -> list[str]:
-        return self._with_unseen([] if self._checksums is None else self._checksums.changed_sources())
+        changed = self._marks_changed()
+        return changed if self._checksums is None else self._with_unseen(changed, self._checksums.changed_sources())
 
-    def _with_unseen(self, by_checksum: list[str]) -> list[str]:
-        changed = self._versions_changed()
+    def _with_unseen(self, changed: list[str], by_checksum: list[str]) -> list[str]:
         unseen = [key for key in by_checksum if key not in changed]
         if unseen:
             self._owner.found_unseen()
         return changed + unseen
 
-    def _versions_changed(self) -> list[str]:
-        return [
+    def _marks_changed(self) -> list[str]:
+        changed = [
             key
-            for key, parts, known in zip(self._keys, self._parts, self._known, strict=True)
-            if [part._version for part in parts] != known
+            for key, part, address, version in self._watched
+            if part._version != version or part.data_ptr() != address
         ]
+        return list(dict.fromkeys(changed)) if changed else changed
 
     def _refuse(self, changed: list[str]) -> None:
         if not self._overlapped:
-            raise ChangedError(
-                f"step {self._handle.step}: {_some(changed)} changed while save() copied it",
-                hint="another thread changes the state: let it wait until save() has returned",
-                step=self._handle.step,
-                keys=changed,
-            )
+            self._refuse_torn(changed)
         self._owner.found_changing(changed, f"changed while step {self._handle.step} was copied, which is not sealed")
         raise ChangedError(
             f"step {self._handle.step}: {_some(changed)} changed between save() and the end of the copy",
             step=self._handle.step,
             keys=changed,
         )
+
+    def _refuse_torn(self, changed: list[str]) -> None:
+        raise ChangedError(
+            f"step {self._handle.step}: {_some(changed)} changed while save() copied it",
+            hint="another thread changes the state: let it wait until save() has returned",
+            step=self._handle.step,
+            keys=changed,
+        )
+
+
+def _entries(fqns: list[str], plan: SavePlan, which: Collection[int]) -> list[Entry]:
+    return [Entry(fqns[s.tensor], s.offset_bytes, s.length_bytes) for s in plan.sources if s.tensor in which]
 
 
 def _clone_on_devices(flat: Flat, fqns: list[str], leaves: list[torch.Tensor], indices: list[int]) -> list[int]:
@@ -320,15 +388,17 @@ def _clone_small(flat: Flat, fqns: list[str], leaves: list[torch.Tensor], immedi
     return frozenset(left)
 
 
-def _parts(key: str, tensor: torch.Tensor) -> list[torch.Tensor]:
-    local = plain_local(tensor)
-    return local_parts(key, tensor) if local is None else [local]
-
-
-def _versions(key: str, tensor: torch.Tensor) -> list[int] | None:
-    """Return the version counter of each part. None: an inference tensor, which has none."""
-    parts = _parts(key, tensor)
-    return None if any(part.is_inference() for part in parts) else [part._version for part in parts]
+def _clone_until_steady(flat: Flat, marks: ImmediateMarks, left: frozenset[int]) -> list[str]:
+    """Repeat clones of tensors that another thread changed meanwhile. Returns the keys that changed each time."""
+    cloned = marks.all_but(left)
+    for _ in range(_REPEATS):
+        again = marks.changed(cloned)
+        if not again:
+            return []
+        marks.note(again)
+        for i, key in zip(again, marks.keys(again), strict=True):
+            flat.tensors[key] = marks.leaves[i].detach().clone()
+    return marks.keys(marks.changed(cloned))
 
 
 def _some(keys: Sequence[str]) -> str:

@@ -19,10 +19,12 @@ from flashckpt.store.owner import Owner, is_dead
 from flashckpt.types import age_order
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from flashckpt.config import CheckpointConfig
     from flashckpt.save.handle import SaveHandle
     from flashckpt.store.slots import Sealed, Slot, SlotStore
-    from flashckpt.types import Fence, Generation, Launch, Session, ShardId
+    from flashckpt.types import Claimant, Fence, Generation, Launch, Session, ShardId
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +50,9 @@ class Slots(Protocol):
     flushes: FlushNews
     """What becomes of flushes to persist_dir."""
 
+    on_overtaken: Callable[[str], None]
+    """Called, in any thread, with the reason, once a newer launch has taken the job over from this one."""
+
     @property
     def launch(self) -> Launch:
         """The one that shards are written for."""
@@ -62,6 +67,9 @@ class Slots(Protocol):
 
     def enter(self, launch: Launch) -> None:
         """Goes on with another launch, from the next call on."""
+
+    def claimants(self) -> tuple[Claimant, ...]:
+        """The live trainers of this node, of the launch that its agent works for. Empty where there is no agent."""
 
     def begin(self) -> None:
         """Takes the node over for this launch, so that older ones change nothing any more. May be repeated."""
@@ -101,6 +109,7 @@ class OwnSlots:
         self._trimmed = False
         self.memory: SlotMemory | None = None
         self.flushes = FlushNews()
+        self.on_overtaken: Callable[[str], None] = lambda reason: None
 
     @property
     def launch(self) -> Launch:
@@ -116,6 +125,9 @@ class OwnSlots:
 
     def enter(self, launch: Launch) -> None:
         self._launch = launch
+
+    def claimants(self) -> tuple[Claimant, ...]:
+        return ()
 
     def begin(self) -> None:
         """Without an agent only a fence does that."""

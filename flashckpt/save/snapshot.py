@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +65,10 @@ def snapshot(
                 by_torch.append(DeviceCopy(tensor, source.offset_bytes, source.length_bytes))
                 address = 0
             pieces += (address, source.offset_bytes, source.length_bytes)
-    copier.copy(data, at_once, ready)
+    for round_number in itertools.count():
+        copier.copy(data, at_once, ready)
+        if deferred is None or not deferred.must_repeat(round_number):
+            break
     if deferred is not None:
         deferred.took()
     failpoint("before_copy")

@@ -104,7 +104,7 @@ class ShardWriter:
                 deferred=deferred,
             )
             if deferred is not None:
-                deferred.stage(data)
+                deferred.stage(data, crcs)
             data.release()
             copied = time.perf_counter()
             header = encode_header(
@@ -126,9 +126,11 @@ class ShardWriter:
             sealed = self._store.seal(slot, shard, plan.tag)
             failpoint("after_seal")
             self.slots.sealed(sealed)
-        except BaseException:
+        except BaseException as error:
             with contextlib.suppress(Exception):
                 self._store.abandon(slot)
+            if deferred is not None:
+                deferred.blame(error)
             raise
         return Written(sealed, SaveTimings(0.0, claimed - began, copied - claimed, time.perf_counter() - copied))
 

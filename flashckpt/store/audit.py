@@ -11,6 +11,7 @@ from flashckpt.errors import NotFoundError, UnsafeDirectoryError
 from flashckpt.store.directory import Directory, Place, Private, State, check_file
 from flashckpt.store.names import (
     AGENT_FILES_PREFIX,
+    LOSSES_NAME,
     SESSION_NAME,
     is_plain_name,
     parse_draft_name,
@@ -154,7 +155,7 @@ def is_known(place: Place, name: str) -> bool:
         return is_plain_name(name)
     parsers = (parse_fence_name, parse_record_name, parse_void_name, parse_past_name)
     return (
-        name == SESSION_NAME
+        name in (SESSION_NAME, LOSSES_NAME)
         or (name.startswith(AGENT_FILES_PREFIX) and is_plain_name(name))
         or any(parse(name) is not None for parse in parsers)
     )

@@ -27,7 +27,7 @@ from flashckpt.errors import (
 from flashckpt.store.mounts import Mount, find_mount
 from flashckpt.store.names import job_directory_name
 from flashckpt.store.owner import read_boot_id
-from flashckpt.store.rename import rename_noreplace
+from flashckpt.store.rename import rename_exchange, rename_noreplace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,6 +54,7 @@ class Private(enum.StrEnum):
 
     TLS = "tls"  # keys and certificates
     FETCHED = "fetched"  # parts of shards, for as long as a load needs them
+    RESERVE = "reserve"  # small files made ahead
 
 
 Place: TypeAlias = State | Private | None  # None = the job's directory itself
@@ -160,11 +161,11 @@ class Directory:
             raise
         return fd
 
-    def move(self, state: State, name: str, to: State, new_name: str) -> bool:
+    def move(self, place: Place, name: str, to: Place, new_name: str) -> bool:
         """False where somebody else was quicker. Never replaces: FileExistsError."""
         target_fd = self._fd(to)
         try:
-            self._do(state, name, lambda fd: rename_noreplace(name, new_name, source_fd=fd, target_fd=target_fd))
+            self._do(place, name, lambda fd: rename_noreplace(name, new_name, source_fd=fd, target_fd=target_fd))
         except FileNotFoundError:
             return False
         return True
@@ -172,6 +173,10 @@ class Directory:
     def replace(self, place: Place, name: str, new_name: str) -> None:
         """Rename within one folder; the target may exist."""
         self._do(place, name, lambda fd: os.rename(name, new_name, src_dir_fd=fd, dst_dir_fd=fd))
+
+    def exchange(self, place: Place, name: str, other: str) -> None:
+        """Swaps two files of one folder in one step. OSError where the filesystem can't."""
+        self._do(place, name, lambda fd: rename_exchange(f"/proc/self/fd/{fd}/{name}", f"/proc/self/fd/{fd}/{other}"))
 
     def remove(self, place: Place, name: str) -> bool:
         """False where somebody else was quicker."""

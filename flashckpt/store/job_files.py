@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import stat
 from typing import TYPE_CHECKING
 
-from flashckpt.errors import ClosedError, ConflictError
-from flashckpt.store import fence, persisted, records, secret_files, session, voids
+from flashckpt.errors import ClosedError, ConflictError, NoSpaceError
+from flashckpt.store import fence, losses, persisted, records, reserve, secret_files, session, voids
 from flashckpt.store.names import check_plain_name
 from flashckpt.store.owner import Owner
 from flashckpt.store.room import raise_if_full
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from flashckpt.store.directory import Directory
     from flashckpt.store.room import RoomReader
-    from flashckpt.types import Fence, Generation, Launch, Record
+    from flashckpt.types import Fence, Generation, Launch, Loss, Record
 
 _forks = 0
 
@@ -64,6 +65,16 @@ class JobFiles:
         """The generations that somebody will not complete."""
         self._check_usable()
         return voids.read_voids(self._directory)
+
+    def read_losses(self) -> tuple[Loss, ...]:
+        """Generations that could not be loaded when somebody last looked, because shards were nowhere to be had."""
+        self._check_usable()
+        return losses.read_losses(self._directory)
+
+    def write_losses(self, found: Iterable[Loss]) -> None:
+        """Replaces that list."""
+        with self._writing_small():
+            losses.write_losses(self._directory, found, self._owner)
 
     # -- what an agent keeps for its successor ------------------------------------------------------------
 
@@ -131,6 +142,25 @@ class JobFiles:
     def remove_secret(self, name: str) -> bool:
         self._check_usable()
         return secret_files.remove_secret(self._directory, name)
+
+    # -- room for them ------------------------------------------------------------------------------------
+
+    def fill_reserve(self) -> str:
+        """Makes the files that are used where there is no room. Why that is not possible; "" = they are there."""
+        self._check_usable()
+        try:
+            return reserve.fill_reserve(self._directory, self._room())
+        except NoSpaceError as error:
+            return error.message
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
+                raise
+            return str(error)
+
+    def give_up_spare(self) -> bool:
+        """Frees an inode of the reserve. False where there is none."""
+        self._check_usable()
+        return reserve.give_up_spare(self._directory)
 
     # -- where processes meet -----------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from flashckpt.types import Fence, Generation, Launch, ShardId
 
 MAX_JOB_BYTES = 256
 SESSION_NAME = "session"
+LOSSES_NAME = "losses"
 AGENT_FILES_PREFIX = "agent."  # socket, lock and log of the agent
 _MAX_COMPONENT_BYTES = 255
 _DIGEST_BYTES = 20
@@ -32,6 +33,7 @@ class Draft(enum.StrEnum):
     SESSION = "session"
     RECORD = "record"
     SECRET = "secret"
+    LOSSES = "losses"
 
 
 _NUMBER = "(0|[1-9][0-9]{0,19})"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,8 @@ BOOT_ID_PATH = Path("/proc/sys/kernel/random/boot_id")
 _PROC = Path("/proc")
 # The inode of the time namespace that every process starts in; the kernel fixes the number.
 _INITIAL_TIME_NAMESPACE = 0xEFFFFFFA
+_PF_EXITING = 0x4  # of the flags in /proc/PID/stat
+_SIGKILL_BIT = 1 << (signal.SIGKILL - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,11 @@ class Owner:
     start_ticks: int  # clock ticks from boot to its start: a reused pid has another one
     boot_id8: str  # the first 8 hex digits of the boot id
     pid_namespace: int  # inode number; see _namespace()
+
+    @property
+    def identity(self) -> str:
+        """One word for the process that no other process, of any machine, has."""
+        return f"{self.boot_id8}-{self.pid_namespace}-{self.pid}-{self.start_ticks}"
 
     @staticmethod
     def current() -> Owner:
@@ -61,6 +69,22 @@ def is_dead(owner: Owner) -> bool:
         return _has_exited(pidfd) or (start_ticks is not None and start_ticks != owner.start_ticks)
     finally:
         os.close(pidfd)
+
+
+def is_ending(owner: Owner) -> bool:
+    """Return True if the process is known to be on its way out: it exits, or a SIGKILL is pending."""
+    if owner.boot_id8 != read_boot_id8() or owner.pid_namespace != _namespace():
+        return False  # its pid means nothing here
+    if _start_ticks(str(owner.pid)) != owner.start_ticks:
+        return False
+    try:
+        stat = (_PROC / str(owner.pid) / "stat").read_bytes()
+        status = (_PROC / str(owner.pid) / "status").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    flags = int(stat[stat.rfind(b")") + 1 :].split()[6])
+    pending = [line.partition(":")[2] for line in status.splitlines() if line.startswith(("SigPnd:", "ShdPnd:"))]
+    return bool(flags & _PF_EXITING) or any(int(mask, 16) & _SIGKILL_BIT for mask in pending)
 
 
 class Vigil:
@@ -142,6 +166,29 @@ def _has_exited(pidfd: int) -> bool:
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(0))
+
+
+def find_from_outside(owner: Owner) -> int | None:
+    """The pid, as this process counts, of one in a pid namespace below this one; None where it can't be seen.
+
+    A host sees the processes of its containers; a container sees neither its host's nor another container's.
+    """
+    if owner.boot_id8 != read_boot_id8():
+        return None
+    for entry in os.listdir(_PROC):
+        if entry.isdecimal() and _is_inner_pid(entry, owner.pid) and _start_ticks(entry) == owner.start_ticks:
+            return int(entry)
+    return None
+
+
+def _is_inner_pid(pid: str, inner: int) -> bool:
+    """Whether the process is in a pid namespace of its own, where it has that other pid."""
+    try:
+        lines = (_PROC / pid / "status").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return False
+    pids = next((line.split()[1:] for line in lines if line.startswith("NSpid:")), [])
+    return len(pids) > 1 and pids[-1] == str(inner)
 
 
 def _pid_in_proc(pidfd: int) -> str:

@@ -16,6 +16,7 @@ from flashckpt.errors import ConfigError, UnsafeDirectoryError
 from flashckpt.failpoints import failpoint
 from flashckpt.store.fence import read_fence
 from flashckpt.store.names import Draft, parse_record_name, record_name
+from flashckpt.store.reserve import retire
 from flashckpt.store.small_files import frame, read_framed, write_aside
 from flashckpt.types import MAX_KEEPS, Generation, Record
 
@@ -43,7 +44,7 @@ def write_record(directory: Directory, record: Record, writer: Owner) -> None:
         return fence is None or not fence.kills(generation), generation
 
     for generation in sorted(_generations(directory), key=worth, reverse=True)[KEPT_RECORDS:]:
-        directory.remove(None, record_name(generation))
+        retire(directory, None, record_name(generation))
 
 
 def read_records(directory: Directory) -> tuple[Record, ...]:

@@ -5,6 +5,7 @@ Their digest covers the job's name: a file that was copied from another job's di
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import mmap
 import os
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 from flashckpt.errors import ConfigError
 from flashckpt.failpoints import failpoint
 from flashckpt.store.names import draft_name
+from flashckpt.store.reserve import replace_with_spare, take_spare
 
 if TYPE_CHECKING:
     from flashckpt.store.directory import Directory, Place
@@ -36,17 +38,51 @@ def write_aside(
     place: Place = None,
     pass_failpoint: str | None = None,
 ) -> None:
-    """Puts `content` under `name`, over what was there. `pass_failpoint` lies between the two halves."""
+    """Puts `content` under `name`, over what was there. `pass_failpoint` lies between the two halves.
+
+    Where there is no room a file of the reserve is used, if there is one.
+    """
     draft = draft_name(kind, writer, secrets.randbits(64))
-    fd = directory.create_file(place, draft)
+    is_spare = _write_draft(directory, place, draft, content)
     try:
-        _fill(directory, fd, content)
         if pass_failpoint is not None:
             failpoint(pass_failpoint)
-        directory.replace(place, draft, name)
+        if is_spare:
+            replace_with_spare(directory, place, draft, name)
+        else:
+            directory.replace(place, draft, name)
     except BaseException:
         directory.remove(place, draft)
         raise
+
+
+def _write_draft(directory: Directory, place: Place, draft: str, content: bytes) -> bool:
+    """Returns whether it had to be a file of the reserve."""
+    try:
+        fd = directory.create_file(place, draft)
+        try:
+            _fill(directory, fd, content)
+        except BaseException:
+            directory.remove(place, draft)
+            raise
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        spare = take_spare(directory, place, draft, len(content))
+        if spare is None:
+            raise
+        _overwrite(spare, content)
+        return True
+    return False
+
+
+def _overwrite(fd: int, content: bytes) -> None:
+    """Closes it."""
+    try:
+        os.pwrite(fd, content, 0)
+        os.ftruncate(fd, len(content))
+    finally:
+        os.close(fd)
 
 
 def read_small(directory: Directory, name: str, max_bytes: int, *, place: Place = None) -> bytes:

@@ -26,8 +26,8 @@ _LEVELS = (Level.STAGED, Level.SEALED, Level.REPLICATED, Level.PERSISTED)
 class Event:
     """Something that happened to one step. Sent on the training thread, at the call that follows it."""
 
-    # "saved", "held" (optimizer.step() had to wait), a level that was reached, "failed" (a save or a flush), "skipped",
-    # "loaded"
+    # "saved", "held" (optimizer.step() had to wait), a level that was reached, "failed" (a save or a flush;
+    # also once when another launch has taken the job over), "skipped", "loaded"
     kind: str
     step: int
     seconds: float = 0.0  # what it took: of the training thread for "saved" and "held", since the save for a level
@@ -48,6 +48,7 @@ class Metrics:
     load_seconds: float = 0.0
     flushes: dict[str, int] = field(default_factory=dict)  # to persist_dir: "done" and "failed"
     flush_problem: str = ""  # why the last flush failed; "" = it did not, or there was none
+    overtaken: str = ""  # why no save counts any more: another launch has taken the job over
 
 
 class Recorder:
@@ -63,6 +64,7 @@ class Recorder:
         self._bytes = 0
         self._newest: dict[Level, tuple[int, float]] = {}
         self._load_seconds = 0.0
+        self._overtaken = ""
 
     def saved(self, handle: SaveHandle, now: float) -> None:
         self._recent.append(_Followed(handle, now))
@@ -77,6 +79,12 @@ class Recorder:
     def loaded(self, result: LoadResult) -> None:
         self._load_seconds = result.timings.total
         self._send(Event("loaded", result.step, result.timings.total, reason=result.source))
+
+    def overtaken(self, step: int, reason: str) -> None:
+        """Sends one "failed" event, also where no save was under way, when another launch takes the job over."""
+        if reason and not self._overtaken:
+            self._send(Event("failed", step, reason=reason))
+        self._overtaken = reason
 
     def poll(self) -> None:
         """Takes note of what happened in the background."""
@@ -111,6 +119,7 @@ class Recorder:
             load_seconds=self._load_seconds,
             flushes=dict(self._flushes),
             flush_problem=self.flush_news.problem if self.flush_news is not None else "",
+            overtaken=self._overtaken,
         )
 
     def _send(self, event: Event) -> None:

@@ -71,6 +71,7 @@ class SignalHandlers:
         self._noticed: float | None = None  # when this rank learned that it has to stop
         self._received = 0
         self._finished = False
+        self._abandoned = False
         self._previous: dict[int, Any] = {}
         try:
             for number in signals:
@@ -81,6 +82,10 @@ class SignalHandlers:
             raise
 
     def _note(self, number: int, _: FrameType | None) -> None:
+        if self._abandoned:
+            self.restore()
+            signal.raise_signal(number)
+            return
         if not self._received:
             self._received, self._noticed = number, time.monotonic()
 
@@ -126,6 +131,12 @@ class SignalHandlers:
             if signal.getsignal(number) == self._note:  # else somebody has replaced ours since
                 signal.signal(number, signal.SIG_DFL if previous is None else previous)
         self._previous.clear()
+
+    def abandon(self) -> None:
+        """The manager is gone, so that nobody acts on a signal: put the previous handlers back, here or in `_note`."""
+        self._abandoned = True
+        if threading.current_thread() is threading.main_thread():
+            self.restore()
 
     def __enter__(self) -> SignalHandlers:
         return self

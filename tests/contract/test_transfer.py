@@ -472,6 +472,62 @@ def test_strangers_that_say_nothing_are_few_and_shown_out(world, outgoing, monke
             one.close()
 
 
+def connect_from(source, port):
+    return socket.create_connection(("127.0.0.1", port), WAIT, source_address=(source, 0))
+
+
+def is_open(connection):
+    connection.settimeout(0)
+    try:
+        return connection.recv(1) != b""
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("policy", ["tcp", "tls"], indirect=True)
+def test_strangers_that_drip_keep_nobody_out_and_are_shown_out(world, outgoing, monkeypatch):
+    """From the member's own address and from others: a byte now and then does not prolong the time to show a ticket."""
+    monkeypatch.setattr("flashckpt.lanes.door._KNOCK_SECONDS", 2.0)
+    sources = [f"127.0.0.{1 + index % 6}" for index in range(90)]
+    strangers = [connect_from(source, world.lanes.port) for source in sources]
+    began = time.monotonic()
+    try:
+        assert world.client().put(opening_of(outgoing), outgoing).end is PutEnd.SEALED
+        while any(map(is_open, strangers)):
+            assert time.monotonic() - began < 2.0 + 2.0, "2 s in all, and what it takes to look"
+            for one in strangers:
+                with contextlib.suppress(OSError):
+                    one.send(MAGIC[:1])
+            time.sleep(0.2)
+    finally:
+        for one in strangers:
+            one.close()
+
+
+@pytest.mark.parametrize("policy", ["tcp"], indirect=True)
+def test_a_flood_of_strangers_costs_a_member_no_lane(world, outgoing):
+    stop = threading.Event()
+
+    def knock(source):
+        with contextlib.ExitStack() as held:
+            for _ in range(400):
+                if not stop.is_set():
+                    held.enter_context(contextlib.closing(connect_from(source, world.lanes.port)))
+            stop.wait(WAIT)
+
+    threads = [threading.Thread(target=knock, args=(f"127.0.1.{index + 1}",)) for index in range(3)]
+    try:
+        for one in threads:
+            one.start()
+        assert world.client().put(opening_of(outgoing), outgoing).end is PutEnd.SEALED
+    finally:
+        stop.set()
+        for one in threads:
+            one.join(WAIT)
+
+
 @pytest.mark.parametrize("policy", ["tls"], indirect=True)
 def test_a_ticket_of_one_node_is_no_good_to_another(world, outgoing, job, monkeypatch):
     """Stolen tickets need the certificate of the node that they were given to."""

@@ -268,6 +268,9 @@ class Watcher:
     def __init__(self, queue):
         self.queue = queue
 
+    def must_repeat(self, _):
+        return False
+
     def took(self):
         pass
 

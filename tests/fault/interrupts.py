@@ -37,9 +37,11 @@ def _leaves_with(code):
     """
     found = list(dis.get_instructions(code))
     offsets = set()
-    for first, second, third in zip(found, found[1:], found[2:], strict=False):
+    for before, first, second, third in zip(found, found[1:], found[2:], found[3:], strict=False):
         if all(one.opname == "LOAD_CONST" and one.argval is None for one in (first, second, third)):
             offsets.add(first.offset)
+            if before.opname == "SWAP":  # a `return` within the block: its value waits below
+                offsets.add(before.offset)
     return frozenset(offsets)
 
 

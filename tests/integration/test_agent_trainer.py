@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import signal
+import threading
 import time
 
 import pytest
@@ -16,6 +18,7 @@ import flashckpt
 from flashckpt.agent.process import Options
 from flashckpt.agent.start import ensure_agent, look, stop_agent
 from flashckpt.cli.entry import group
+from tests.conftest import count_objects
 
 JOB = "run1"
 WAIT = 30.0
@@ -216,3 +219,47 @@ def test_alone_nothing_is_replicated_and_that_is_said(make):
     handle = checkpointer.save(1, state(1))
     with pytest.raises(flashckpt.ConfigError, match="sealed at most"):
         handle.wait("replicated", timeout=1.0)
+
+
+@contextlib.contextmanager
+def no_descriptor_left():
+    """As long as it lasts, whatever this process opens fails with EMFILE."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = [os.open(os.devnull, os.O_RDONLY)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        yield
+    finally:
+        for fd in taken:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_trainer_without_descriptors_brings_its_agent_back_when_it_has_some(make, memory_dir):
+    checkpointer = make()
+    assert checkpointer.save(1, state(1)).outcome == "ok"
+    watcher = next(one for one in threading.enumerate() if one.name == "flashckpt-watch")
+    pid = status(memory_dir)["pid"]
+    os.kill(pid, signal.SIGKILL)
+    with no_descriptor_left():
+        time.sleep(1.0)
+    wait_until(lambda: (found := status(memory_dir)) and found["trainers"], "another agent with our lease")
+    assert watcher.is_alive()
+    assert checkpointer.save(2, state(2)).outcome == "ok"
+    began = time.monotonic()
+    checkpointer.close()
+    assert time.monotonic() - began < 10.0
+
+
+def test_objects_of_a_trainer_do_not_grow_with_saves(make):
+    checkpointer = make()
+    for step in range(1, 30):
+        checkpointer.save(step, state(step))
+    before = count_objects()
+    for step in range(30, 180):
+        checkpointer.save(step, state(step))
+    after = count_objects()
+    assert {kind: more for kind, more in (after - before).items() if more > 50} == {}

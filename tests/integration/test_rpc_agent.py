@@ -35,9 +35,11 @@ from flashckpt.store.owner import Owner
 from flashckpt.testing.processes import wait_stopped
 from flashckpt.types import (
     ChunkRange,
+    Claimant,
     Fence,
     Held,
     Holding,
+    Launch,
     Level,
     Member,
     NodeInventory,
@@ -118,6 +120,10 @@ class MemoryAgent:
     def listen(self, *arguments):
         self._note("listen", *arguments)
         return "10.0.0.1:7000"
+
+    def claimants(self, *arguments):
+        self._note("claimants", *arguments)
+        return (CLAIMANT,)
 
     def begin(self, *arguments):
         self._note("begin", *arguments)
@@ -208,9 +214,15 @@ def client(server, path):
 
 
 OWNER = Owner(123, 456, "0a1b2c3d", 789)
+CLAIMANT = Claimant(OWNER.identity, 123, 3, Launch(7, 8), 1.5e9, True)
 # method of the client → its arguments, what it returns, what the agent is called with
 CALLS = {
-    "hello": ((OWNER, 3, VERSION, "run1"), Lease(TICKET, os.getpid(), "node-a", 4096), None),
+    "hello": (
+        (OWNER, 3, VERSION, "run1", CLAIMANT.launch, 1.5e9),
+        Lease(TICKET, os.getpid(), "node-a", 4096),
+        None,
+    ),
+    "claimants": ((TICKET,), (CLAIMANT,), None),
     "listen": ((TICKET, BUNDLE, "eth0", 7000), "10.0.0.1:7000", (BUNDLE, "eth0", 7000)),
     "begin": ((TICKET, SESSION, BUNDLE), None, None),
     "put_fence": ((TICKET, Fence(3, 1, 2), GENERATION), FENCE, None),

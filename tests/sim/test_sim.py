@@ -1,4 +1,4 @@
-"""The simulator in CI: kept seeds, fresh ones, all probes reached, all mutants noticed. `make campaign` plays more."""
+"""The simulator in CI: kept seeds, fresh ones, all probes reached, all mutants noticed. `make simulate` plays more."""
 
 from __future__ import annotations
 

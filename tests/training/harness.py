@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
 import tempfile
 import time
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
@@ -37,6 +39,7 @@ class Saved:
     step: int
     verdict: Verdict
     detail: str  # the reason of a refusal, or the keys that came back different
+    named: frozenset[tuple[int, str]]  # of a refusal: rank and key
     overlapped: bool  # the copy was under way when `save()` returned
     save_seconds: float  # that `save()` held the training thread
     blocked_seconds: float  # the same with the waits at `optimizer.step()`, as the handle tells
@@ -55,7 +58,11 @@ class Result:
         refused = [one for one in self.saves if one.verdict == "refused"]
         if not pattern.may_refuse:
             found += [f"step {one.step}: refused: {one.detail}" for one in refused]
-        found += [f"step {one.step}: still refused: {one.detail}" for one in refused if one in self.saves[-2:]]
+        seen: set[tuple[int, str]] = set()
+        for one in refused:
+            if one.named & seen:
+                found.append(f"step {one.step}: still refused: {one.detail}")
+            seen |= one.named
         if delayed and pattern.overlaps and not any(one.overlapped for one in self.saves[1:]):
             found.append("every copy was over when save() returned: nothing is overlapped")
         return found + [f"never: {what}" for what, happened in self.notes.items() if delayed and not happened]
@@ -221,13 +228,14 @@ def _save_and_check(run: Run, reader: Checkpointer, cycle: Cycle, step: int) -> 
     overlapped = run.copy_is_under_way()
     run.saves += 1
     cycle()
+    run.manager.maybe_wait_for_staging()  # as the next save() does, which finds late changes
     outcome = handle.wait("sealed", timeout=TIMEOUT_SECONDS)
     told = run.gather((str(outcome), handle.reason))
     bad = [(one, reason) for one, reason in told if one != "ok"]
     torn = _read_besides(run, reader)
 
-    def saved(verdict: Verdict, detail: str) -> Saved:
-        return Saved(step, verdict, detail, overlapped, seconds, handle.blocked_seconds)
+    def saved(verdict: Verdict, detail: str, named: frozenset[tuple[int, str]] = frozenset()) -> Saved:
+        return Saved(step, verdict, detail, named, overlapped, seconds, handle.blocked_seconds)
 
     if torn:
         return saved("torn", torn)
@@ -235,9 +243,17 @@ def _save_and_check(run: Run, reader: Checkpointer, cycle: Cycle, step: int) -> 
         different = _read_back(reader, step, reference)
         return saved("torn" if different else "right", ", ".join(different))
     keys = _leaves(reference)
-    if all(one == "failed" and any(key in reason for key in keys) for one, reason in bad):
-        return saved("refused", "; ".join(reason for _, reason in bad))
+    named = [_named(reason, keys) for _, reason in told]
+    if all(one == "ok" or (one == "failed" and keys_named) for (one, _), keys_named in zip(told, named, strict=True)):
+        who = frozenset((rank, key) for rank, some in enumerate(named) for key in some)
+        return saved("refused", "; ".join(reason for _, reason in bad), who)
     return saved("lost", "; ".join(f"{one}: {reason}" for one, reason in bad))  # not a refusal that names a tensor
+
+
+def _named(reason: str, keys: Iterable[str]) -> set[str]:
+    """The keys in the reason of a refusal."""
+    words = set(re.split(r"[\s,:]+", reason))
+    return {key for key in keys if key in words}
 
 
 def _read_besides(run: Run, reader: Checkpointer) -> str:
@@ -277,6 +293,8 @@ def same(a: Any, b: Any) -> bool:
         return isinstance(b, Mapping) and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)):
         return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, np.ndarray):
+        return isinstance(b, np.ndarray) and a.dtype == b.dtype and np.array_equal(a, b)
     return type(a) is type(b) and bool(a == b)
 
 
@@ -289,6 +307,8 @@ def _cloned(value: Any) -> Any:
     """Clones where the tensor is, behind what is queued there: to wait for a device here would hide a race."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
+    if isinstance(value, np.ndarray):
+        return value.copy()
     if isinstance(value, (PerRank, Whole)):
         return type(value)(_cloned(value.value))
     if isinstance(value, Mapping):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tests import simdev
 from tests.training.harness import run_pattern
-from tests.training.patterns import PATTERNS
+from tests.training.rarer import PATTERNS
 
 DEVICE = "sim"
 

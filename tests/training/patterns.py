@@ -395,8 +395,9 @@ def interrupted_at_the_gate(run):
     previous = signal.signal(signal.SIGALRM, interrupt)
     run.cleanup.callback(signal.signal, signal.SIGALRM, previous)
 
+    backward(run, model)
+
     def cycle():
-        backward(run, model)
         if run.saves and run.delayed:
             with contextlib.suppress(KeyboardInterrupt):
                 signal.setitimer(signal.ITIMER_REAL, 0.005)
@@ -405,6 +406,7 @@ def interrupted_at_the_gate(run):
             run.note("an interrupt came while the step waited", any(interrupts))
         optimizer.step()
         optimizer.zero_grad()
+        backward(run, model)  # so that the step comes at once after save()
 
     return cycle
 

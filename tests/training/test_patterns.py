@@ -16,7 +16,7 @@ from torch import nn
 from tests.conftest import environment, torchrun
 from tests.training import harness, on_sim, ranks
 from tests.training.harness import Run, run_pattern
-from tests.training.patterns import PATTERNS
+from tests.training.rarer import PATTERNS
 
 # Old interfaces of torch's are part of what users train with.
 pytestmark = [

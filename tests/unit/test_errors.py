@@ -25,7 +25,7 @@ def test_every_error_survives_the_way_between_processes():
 
 
 def test_codes_are_unique_and_shown():
-    codes = [cls.code for cls in tree()]
+    codes = [cls.code for cls in tree() if not cls.__name__.startswith("_")]  # a private one has its base's
     assert len(set(codes)) == len(codes)
     for cls in tree():
         assert str(cls("text")).startswith(f"[{cls.code}] text")

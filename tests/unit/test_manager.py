@@ -549,6 +549,63 @@ def test_load_only(job):
         assert manager.load().step == 4
 
 
+@pytest.mark.parametrize("by", ["config", "argument"])
+def test_an_evaluation_beside_the_training_changes_nothing(job, tmp_path, by):
+    training = job(persist_dir=str(tmp_path), persist_on_exit=False)
+    with training.manager() as manager:
+        manager.load()
+        training.step()
+        assert manager.save(1, force=True).wait() == "ok"
+        store = manager.checkpointer.store
+        before = (store.read_fence(), sorted(one.name for one in store.scan()), snapshot(tmp_path))
+        evaluation = job(persist_dir=str(tmp_path), persist_on_exit=False, load_only=by == "config")
+        with evaluation.manager() as reader:
+            found = reader.load(read_only=True) if by == "argument" else reader.load()
+            assert found.step == 1
+            if by == "config":
+                assert reader.save(2, force=True) is None
+                assert reader.checkpointer.save(2, {"x": 1}).outcome == "skipped"
+                with pytest.raises(flashckpt.ConfigError, match="load_only"):
+                    reader.checkpointer.start_fresh()
+                with pytest.raises(flashckpt.ConfigError, match="take_over"):
+                    reader.load(take_over=True)
+        assert (store.read_fence(), sorted(one.name for one in store.scan()), snapshot(tmp_path)) == before
+        training.step()
+        assert manager.save(2, force=True).wait() == "ok"
+
+
+def test_an_overtaken_training_hears_it(job, caplog):
+    events = []
+    training = job()
+    with training.manager(on_event=events.append) as manager:
+        manager.load()
+        training.step()
+        assert manager.save(1, force=True).wait() == "ok"
+        assert manager.metrics().overtaken == ""
+        with job().manager() as other:
+            assert other.load().step == 1
+        training.step()
+        assert manager.save(2, force=True).wait() == "failed"
+        training.step()
+        manager.save(3, force=True)
+        assert "has taken over" in manager.metrics().overtaken
+    assert len([one for one in caplog.records if one.levelname == "ERROR" and "lost its job" in one.message]) == 2
+    failed = [one for one in events if one.kind == "failed"]
+    assert [one.step for one in failed if "has taken over" in one.reason]
+    # It may take the job back, and is then as well as any other.
+    again = job()
+    with again.manager() as manager:
+        manager.load()
+        again.step()
+        assert manager.save(4, force=True).wait() == "ok"
+        assert manager.metrics().overtaken == ""
+
+
+def snapshot(directory):
+    """Every file below it, with the time of its last change."""
+    return sorted((str(path), path.lstat().st_mtime_ns) for path in [directory, *directory.rglob("*")])
+
+
 def test_pre_snapshot_and_events(job):
     calls, events = [], []
     one = job()

@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from flashckpt import CheckpointConfig, Checkpointer, Level, failpoints
+from flashckpt.devices import Copier
 from flashckpt.errors import ConflictError, DeadlineError, UnsupportedValueError
+from flashckpt.save import deferred as deferred_module
+from flashckpt.save import marks
 from flashckpt.save.deferred import RECHECKED_SAVES
 from flashckpt.save.handle import SaveHandle
 from flashckpt.save.overlap import Overlap, wait_until_staged
@@ -328,7 +331,7 @@ def test_a_swap_of_all_tensors_that_comes_late_shows_in_a_sample(make, monkeypat
     for step in range(5):
         handle = checkpointer.save(step, state, overlap=True)
         assert handle.wait("sealed", timeout=60) == "ok"
-    arm(monkeypatch, f"{'mid' if copied_first else 'before'}_copy=sleep(0.2)")
+    arm(monkeypatch, f"{'mid' if copied_first else 'before'}_copy=sleep(0.4)")
     for step in range(5, 9):
         wanted = {key: tensor.clone() for key, tensor in state.items()}
         handle = checkpointer.save(step, state, overlap=True)
@@ -339,3 +342,112 @@ def test_a_swap_of_all_tensors_that_comes_late_shows_in_a_sample(make, monkeypat
             checkpointer.load(found, read_only=True)
             assert all(torch.equal(found[key], wanted[key]) for key in state)
     assert handle.outcome == "ok"
+
+
+@pytest.mark.parametrize("size", [1000, 3 << 20], ids=["cloned", "copied into the slot"])
+def test_immediate_tensors_that_another_thread_changes_once_are_copied_again(make, monkeypatch, size):
+    """Half of them is copied before the change, half of them after it."""
+    checkpointer = make()
+    state = {f"w{n}": torch.zeros(size) for n in range(4)}
+    changes = []
+
+    def change(*_):
+        if not changes:
+            changes.append(True)
+            for tensor in state.values():
+                tensor.fill_(1)
+
+    copied = deferred_module._clone_small
+    if size == 1000:
+        monkeypatch.setattr(deferred_module, "_clone_small", lambda *given: (copied(*given), change())[0])
+    else:
+        copy = Copier.copy
+        monkeypatch.setattr(Copier, "copy", lambda self, *given: (copy(self, *given), change())[0])
+    handle = checkpointer.save(1, state, overlap=True, defers=lambda *_: False)
+    assert handle.wait("sealed", timeout=60) == "ok"
+    assert changes
+    found = {key: torch.full_like(tensor, 7) for key, tensor in state.items()}
+    checkpointer.load(found)
+    assert all(bool((tensor == 1).all()) for tensor in found.values())
+
+
+@pytest.mark.parametrize("size", [1000, 3 << 20], ids=["cloned", "copied into the slot"])
+def test_immediate_tensors_that_change_all_the_time_are_refused(make, monkeypatch, size):
+    checkpointer = make()
+    state = {f"w{n}": torch.zeros(size) for n in range(2)}
+    changed = marks.ImmediateMarks.changed
+
+    def and_change(self, indices):
+        state["w1"].add_(1)
+        return changed(self, indices)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(marks.ImmediateMarks, "changed", and_change)
+        handle = checkpointer.save(1, state, overlap=True, defers=lambda *_: False)
+        assert handle.wait("sealed", timeout=60) == "failed"
+    assert "w1 changed while save() copied it" in handle.reason
+    assert "w0" not in handle.reason
+    assert checkpointer.save(2, state, overlap=True, defers=lambda *_: False).wait("sealed", timeout=60) == "ok"
+
+
+@pytest.mark.parametrize("when", ["after_claim", "before_copy"])
+def test_a_deferred_tensor_whose_memory_is_freed_is_refused_by_name(make, monkeypatch, when):
+    checkpointer = make()
+    state = {"freed": torch.ones(1000), "kept": torch.ones(1000)}
+    for step in range(3):
+        assert checkpointer.save(step, state, overlap=True).wait("sealed", timeout=60) == "ok"
+    arm(monkeypatch, f"{when}=sleep(0.2)")
+    handle = checkpointer.save(5, state, overlap=True)
+    state["freed"].untyped_storage().resize_(0)
+    assert handle.wait("sealed", timeout=60) == "failed"
+    assert "freed changed" in handle.reason
+    assert "kept" not in handle.reason
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_tensors_that_are_deferred_for_the_first_time_are_checksummed_whenever_that_is(make, monkeypatch, strided):
+    """They are few among many that have long been proved."""
+    checkpointer = make(verify=True)
+    state = {f"w{n}": torch.full((5000,), float(n)) for n in range(100)}
+    for step in range(5):
+        assert checkpointer.save(step, state, overlap=True).wait("sealed", timeout=60) == "ok"
+    late = torch.arange(9.0).reshape(3, 3)
+    state["w50x"] = late.T if strided else late
+    arm(monkeypatch, "before_copy=sleep(0.1)")
+    handle = checkpointer.save(6, state, overlap=True)
+    late.data.copy_(late.flip(0))  # the same numbers at other places
+    assert handle.wait("sealed", timeout=60) == "failed"
+    assert "w50x changed" in handle.reason
+
+
+def test_frozen_tensors_are_proved_by_the_chunks_of_earlier_shards(make, monkeypatch):
+    """Adapters merged through .data long after the first saves, and out again before anybody looks."""
+    monkeypatch.setattr(deferred_module, "SAMPLED", 0)
+    checkpointer = make(verify=True)
+    frozen = {f"w{n}": torch.full((1 << 20,), float(n)) for n in range(3)}
+    options = {"overlap": True, "defers": lambda *_: None}
+    for step in range(5):
+        assert checkpointer.save(step, frozen, **options).wait("sealed", timeout=60) == "ok"
+    arm(monkeypatch, "before_copy=sleep(0.2)")
+    handle = checkpointer.save(5, frozen, **options)
+    assert handle.proof_seconds < 0.1
+    frozen["w1"].data.add_(1)
+    handle.wait("staged", timeout=60)
+    frozen["w1"].data.sub_(1)
+    assert handle.wait("sealed", timeout=60) == "failed"
+    assert "w1 changed" in handle.reason
+    assert "w2" not in handle.reason
+    assert checkpointer.save(6, frozen, **options).wait("sealed", timeout=60) == "ok"
+
+
+def test_a_load_into_frozen_tensors_is_no_change_behind_the_back(make):
+    checkpointer = make()
+    frozen = {"w": torch.zeros(1 << 20)}
+    options = {"overlap": True, "defers": lambda *_: None}
+    for step in range(1, 6):
+        assert checkpointer.save(step, frozen, **options).wait("sealed", timeout=60) == "ok"
+    other = {"w": torch.ones(1 << 20)}
+    assert checkpointer.save(6, other).outcome == "ok"
+    assert checkpointer.load(frozen).step == 6
+    for step in range(7, 10):
+        assert checkpointer.save(step, frozen, **options).wait("sealed", timeout=60) == "ok"

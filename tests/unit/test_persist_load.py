@@ -33,8 +33,8 @@ def out(tmp_path):
 
 
 def open_checkpointer(memory_dir, out):
-    # load_only: without an agent nothing is written to persist_dir but by `to_disk`.
-    config = flashckpt.CheckpointConfig(job="job", memory_dir=memory_dir, persist_dir=str(out), load_only=True)
+    # Without an agent nothing is written to persist_dir but by `to_disk`.
+    config = flashckpt.CheckpointConfig(job="job", memory_dir=memory_dir, persist_dir=str(out), persist_on_exit=False)
     return flashckpt.Checkpointer(config)
 
 

@@ -36,9 +36,9 @@ def blank():
 
 
 def opened(memory_dir, out, job="A", **settings):
-    # load_only: without an agent nothing is written to persist_dir but by these tests.
+    # Without an agent nothing is written to persist_dir but by these tests.
     config = flashckpt.CheckpointConfig(
-        job=job, memory_dir=memory_dir, persist_dir=str(out), load_only=True, **settings
+        job=job, memory_dir=memory_dir, persist_dir=str(out), persist_on_exit=False, **settings
     )
     return flashckpt.Checkpointer(config)
 

@@ -14,7 +14,7 @@ from flashckpt.errors import IncompatibleError
 from flashckpt.rpc import convert
 from flashckpt.rpc.api import Hello, Lease, Progress
 from flashckpt.store.owner import Owner
-from flashckpt.types import Fence, Generation, Launch, Level, Member, Record, Session, ShardId
+from flashckpt.types import Claimant, Fence, Generation, Launch, Level, Member, Record, Session, ShardId
 from flashckpt.v1 import agent_pb2, common_pb2, peer_pb2
 
 counts = st.integers(0, (1 << 63) - 1)
@@ -126,6 +126,20 @@ PAIRS = [
     ("shard", shards, convert.to_shard, convert.from_shard),
     ("record", records, convert.to_record, convert.from_record),
     ("owner", owners, convert.to_owner, convert.from_owner),
+    (
+        "claimant",
+        st.builds(
+            Claimant,
+            names,
+            st.integers(1, (1 << 31) - 1),
+            small,
+            launches,
+            st.floats(allow_nan=False, allow_infinity=False),
+            st.booleans(),
+        ),
+        convert.to_claimant,
+        convert.from_claimant,
+    ),
     ("bundle", st.builds(Bundle, blobs, blobs, blobs), convert.to_bundle, convert.from_bundle),
     ("session", sessions(), convert.to_session, convert.from_session),
     (

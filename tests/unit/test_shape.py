@@ -39,14 +39,15 @@ OUTSIDE = {
         "rpc",
         "placement",
     },
-    "checkpointer": {"persist", "torch", "state", "save", "load", "store", "opening"},
+    "closing": {"save", "store"},
+    "checkpointer": {"closing", "persist", "torch", "state", "save", "load", "store", "opening"},
     "opening": {"torch", "save", "load", "store", "join", "rpc", "agent"},  # which starts while join is imported
     "training": {"torch", "numpy", "format", "state", "save", "load", "manager", "persist"},
     "discover": {"persist"},
     "export": {"torch", "safetensors", "format", "load", "store", "persist", "save"},
-    "manager": {"torch", "checkpointer", "training", "save", "load"},
+    "manager": {"closing", "torch", "checkpointer", "training", "save", "load"},
     "dcp": {"torch", "checkpointer", "opening", "join", "state", "save", "load", "format", "store"},
-    "devices": {"torch", "native", "transport"},  # of transport the throttle
+    "devices": {"torch", "numpy", "native", "transport"},  # of transport the throttle
     "group": {"torch"},
     "launch": set(),
     "join": {"agent", "save", "load", "store", "placement", "credentials", "address"},
@@ -98,6 +99,7 @@ PURE = [
     "save/retention.py",
     "load/assumed.py",
     "load/choose.py",
+    "load/claimants.py",
     "load/cover.py",
     "load/plan.py",
     "load/sources.py",
@@ -105,6 +107,7 @@ PURE = [
     "topology.py",
     "placement.py",
     "wire.py",
+    "lanes/strangers.py",
     "agent/core.py",
     "agent/admit.py",
     "agent/committing.py",
@@ -128,6 +131,8 @@ PURE = [
     "agent/heal.py",
     "agent/healing.py",
     "agent/survival.py",
+    "agent/verdict.py",
+    "agent/seeing.py",
     "agent/neighbours.py",
     "agent/transfers.py",
     "agent/messages.py",
@@ -198,6 +203,31 @@ def test_collectives_are_on_the_private_group():
             assert (path.name, given) == ("group.py", ["self._group"]), f"{path}:{call.lineno}"
 
 
+# Threads without a handler of their own → why no exception ends them silently.
+THREADS_THAT_DELEGATE = {
+    "rpc/watchdog.py": "Watched.cancel_if_due catches what cancelling raises",
+    "workers.py": "Pending.carry_out keeps the exception for the caller",
+    "persist/__main__.py": "its end is the end of the process",
+}
+
+
+def test_no_thread_dies_silently():
+    """What a thread runs catches every exception: to go on, or to tell those who rely on it."""
+    for path in ROOT.rglob("*.py"):
+        name = str(path.relative_to(ROOT))
+        if name.startswith("testing/") or name in THREADS_THAT_DELEGATE:
+            continue
+        tree = ast.parse(path.read_text())
+        functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+        for call in ast.walk(tree):
+            if not (isinstance(call, ast.Call) and ast.unparse(call.func).endswith("Thread")):
+                continue
+            target = next(ast.unparse(one.value) for one in call.keywords if one.arg == "target")
+            body = ast.walk(functions[target.removeprefix("self.")])
+            caught = {ast.unparse(node.type) for node in body if isinstance(node, ast.ExceptHandler) and node.type}
+            assert caught & {"Exception", "BaseException"}, f"{name}:{call.lineno}: thread of {target}"
+
+
 def test_public_names():
     assert sorted(flashckpt.__all__) == flashckpt.__all__
     for name in flashckpt.__all__:
@@ -227,7 +257,7 @@ def test_public_names():
         ),
         *("UnsupportedValueError", "UnusableError", "dcp"),
         *("AgentError", "DeniedError", "PeerError", "RetrieveError"),
-        *("CheckpointManager", "ExistsError", "MismatchError", "install_signal_handlers"),
+        *("CheckpointManager", "ExistsError", "LiveJobError", "MismatchError", "install_signal_handlers"),
         *("checkpoint_dirname", "contains_checkpoint", "dir_is_checkpoint", "find_checkpoints", "latest_checkpoint"),
         *("load_keys", "peek"),
     }

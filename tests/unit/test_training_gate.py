@@ -181,3 +181,63 @@ def test_an_open_gate_costs_next_to_nothing(setup):
     for _ in range(1000):
         one.manager.maybe_wait_for_staging()
     assert time.perf_counter() - began < 1.0
+
+
+class Slow(torch.optim.Optimizer):
+    """Fills all its parameters with the number of the step, slowly; nothing shows before the step has ended."""
+
+    def __init__(self, parameters, began):
+        super().__init__(parameters, {"lr": 0.1})
+        self.began, self.steps = began, 0
+
+    def step(self, closure=None):
+        self.steps += 1
+        for p in self.param_groups[0]["params"]:
+            p.data.fill_(self.steps)
+            self.began.set()
+            time.sleep(SLEEP / 2)
+
+
+def test_a_step_that_another_thread_is_in_ends_before_the_state_is_taken(memory_dir):
+    model, began = nn.Linear(4, 4), threading.Event()
+    optimizer = Slow(model.parameters(), began)
+    optimizer.step()
+    config = CheckpointConfig(job="job", memory_dir=memory_dir, enable_first_step_checkpoint=False)
+    with CheckpointManager(config, model=model, optimizer=optimizer) as manager:
+        for number in range(2, 5):
+            began.clear()
+            thread = threading.Thread(target=optimizer.step)
+            thread.start()
+            assert began.wait(60)
+            handle = manager.save(number)
+            optimizer.step()  # held by the gate, not by the wait for other threads
+            thread.join()
+            assert handle.wait("sealed", 60) == "ok", handle
+            state = {"model": {name: torch.zeros_like(p) for name, p in model.named_parameters()}}
+            manager.checkpointer.load(state, number, strict=False, read_only=True)
+            assert len({value.item() for p in state["model"].values() for value in p.view(-1)}) == 1, state
+
+
+def test_a_step_that_does_not_end_holds_a_save_for_a_bounded_time_and_once(memory_dir, monkeypatch, caplog):
+    from flashckpt.training import gate
+
+    monkeypatch.setattr(gate, "_PATIENCE", 0.2)
+    model, others, release = nn.Linear(4, 4), nn.Linear(4, 4), threading.Event()
+    optimizer, stuck = torch.optim.SGD(model.parameters()), torch.optim.SGD(others.parameters())
+    stuck.register_step_pre_hook(lambda *_: release.wait(60) and None)
+    config = CheckpointConfig(job="job", memory_dir=memory_dir, enable_first_step_checkpoint=False)
+    thread = threading.Thread(target=stuck.step)
+    try:
+        with CheckpointManager(config, model=model, optimizer=optimizer) as manager:
+            thread.start()
+            held = []
+            for number in (1, 2):
+                time.sleep(0.05)
+                began = time.perf_counter()
+                assert manager.save(number).wait("sealed", 60) == "ok"
+                held.append(time.perf_counter() - began)
+            assert held[0] >= 0.2
+            assert sum("goes on beside it" in record.message for record in caplog.records) == 1
+    finally:
+        release.set()
+        thread.join()

@@ -1,0 +1,58 @@
+"""Decides which connection is refused where more are open than places for those that have shown no ticket yet. Pure."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+MAX_STRANGERS = 64
+MAX_OF_NETWORK = 16
+_IPV6_NETWORK_BITS = 64  # what one host may have for itself
+
+
+@dataclass(frozen=True, slots=True)
+class Stranger:
+    """A connection that has not shown a ticket yet."""
+
+    network: str  # see network_of()
+    since: float  # when it was accepted, of the monotonic clock
+
+
+def network_of(address: str) -> str:
+    """The part of an address that one host can't choose freely; "" for what is no address."""
+    try:
+        found = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return ""
+    if isinstance(found, ipaddress.IPv6Address):
+        if found.ipv4_mapped is None:
+            return str(ipaddress.ip_network((found, _IPV6_NETWORK_BITS), strict=False))
+        found = found.ipv4_mapped
+    return str(found)
+
+
+def whom_to_refuse(strangers: Sequence[Stranger], expected: Mapping[str, int]) -> int | None:
+    """The index of the connection that has to go; None if all may stay. Call it after each connection that comes.
+
+    `strangers`: in the order of their arrival. `expected`: how many lanes may still come from a network with the
+    tickets that members there were given. These have places of their own, so that strangers elsewhere cost them none.
+    Of the others each network has a share, and the oldest goes first: whoever has a ticket shows it at once.
+    """
+    if not strangers:
+        return None
+    counts = Counter(one.network for one in strangers)
+    newest = strangers[-1].network
+    if counts[newest] > MAX_OF_NETWORK + expected.get(newest, 0):
+        return _oldest_of(strangers, newest)
+    if len(strangers) <= MAX_STRANGERS + sum(expected.values()):
+        return None
+    return _oldest_of(strangers, max(counts, key=lambda network: counts[network] - expected.get(network, 0)))
+
+
+def _oldest_of(strangers: Sequence[Stranger], network: str) -> int:
+    return next(index for index, one in enumerate(strangers) if one.network == network)

@@ -1,0 +1,640 @@
+"""Carries schedules out on real agents and trainers, and asks the oracle what to think of what it sees."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import threading
+import time
+import traceback
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from flashckpt.agent.start import look
+from flashckpt.errors import FlashError
+from flashckpt.store.slots import SlotStore
+from flashckpt.testing import Cluster, processes
+from flashckpt.types import Generation
+from tests.campaign.oracle import Facts, Oracle
+
+JOB = "campaign"
+OTHER_JOB = "neighbour"
+PEER_TIMEOUT = 2.0
+# Of what takes a second on an idle machine.
+PATIENCE = 60.0
+_SETTLE = 6.0
+
+
+@dataclass
+class Report:
+    """What a campaign has seen."""
+
+    seed: str
+    schedules: int = 0
+    launches: int = 0
+    events: Counter = field(default_factory=Counter)
+    recoveries: Counter = field(default_factory=Counter)  # by source of the load, or the code of its refusal
+    steps: int = 0
+    promises: int = 0
+    looks: Counter = field(default_factory=Counter)  # what status said
+    violations: list = field(default_factory=list)
+    seconds: float = 0.0
+
+    def as_json(self):
+        return {
+            **self.__dict__,
+            "events": dict(self.events),
+            "recoveries": dict(self.recoveries),
+            "looks": dict(self.looks),
+        }
+
+    def summary(self):
+        counts = [("events", self.events), ("recoveries", self.recoveries), ("status said", self.looks)]
+        lines = [
+            f"seed {self.seed}: {self.schedules} schedules, {self.launches} launches, {self.steps} saves, "
+            f"{self.promises} promises in {self.seconds:.0f} s"
+        ]
+        lines += [f"{name}: {', '.join(f'{one} {n}' for one, n in sorted(found.items()))}" for name, found in counts]
+        lines += [
+            f"VIOLATION in schedule {one['schedule']}, episode {one['episode']} ({one['event']}): {one['what']}"
+            for one in self.violations
+        ]
+        lines.append(f"violations: {len(self.violations)}")
+        return "\n".join(lines)
+
+
+class Ranks:
+    """One launch of forked ranks."""
+
+    def __init__(self, directory, number, pids, nodes, spec):
+        self.directory, self.number, self.pids, self.nodes, self.spec = directory, number, pids, nodes, spec
+        self._read = [0] * len(pids)  # lines of each journal that were taken in
+
+    def news(self):
+        """Events that were not returned yet, of all ranks."""
+        found = []
+        for rank in range(len(self.pids)):
+            lines = _lines(self.directory / f"rank{rank}.jsonl")
+            found += [json.loads(line) for line in lines[self._read[rank] :]]
+            self._read[rank] = len(lines)
+        return sorted(found, key=lambda event: event["time"])
+
+    def alive(self):
+        return [pid for pid in self.pids if processes.state_of(pid) not in ("", "Z", "X")]
+
+    def signal(self, number, ranks=None):
+        for pid in self.pids if ranks is None else [self.pids[rank] for rank in ranks]:
+            processes.signal_to(pid, number)
+
+    def stop(self):
+        (self.directory / "stop").touch()
+
+    def wait(self, timeout):
+        deadline = time.monotonic() + timeout
+        while self.alive() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return not self.alive()
+
+    def kill(self):
+        self.signal(signal.SIGCONT)
+        self.signal(signal.SIGKILL)
+        self.wait(20)
+
+
+class World:
+    """One schedule's cluster, its oracle, and hands that do what the schedule says."""
+
+    def __init__(self, schedule, report, nursery, kind, bound):
+        self.schedule, self.report, self.nursery, self.bound = schedule, report, nursery, bound
+        can_mount = not Cluster.available("netns")
+        self.cluster = Cluster(
+            schedule.nodes + 1,
+            kind,  # the last one takes no part until something goes wrong
+            memory_bytes=(64 << 20) if can_mount else None,
+            job=JOB,
+        )
+        self.can_fill, self.can_cut = can_mount, kind == "netns"
+        self.oracle, self.neighbour = Oracle(), Oracle()
+        self.launches = []
+        self.extra = []  # nodes that came to the job later
+        self.losses = 0  # faults since the promise that count against its copies
+        self.copies = 0  # on other nodes, when it was given
+        self.flipped = set()  # (node, generation, rank)
+        self.frozen = set()  # nodes whose agents don't answer just now
+        self.episode, self.event = 0, ""
+        self._number = 0
+
+    def __enter__(self):
+        self.cluster.start_nodes()
+        self.persist_dir = self.cluster.scratch / "persist"
+        self.persist_dir.mkdir()
+        self._watcher = Watcher(self)
+        self._watcher.start()
+        return self
+
+    def __exit__(self, *_):
+        self._watcher.stop()
+        for launch in self.launches:
+            launch.kill()
+        self.cluster.close()
+
+    def violation(self, what):
+        self.report.violations.append(
+            {
+                "schedule": self.schedule.number,
+                "episode": self.episode,
+                "event": self.event,
+                "what": what,
+                "logs": {node.name: _tail(node) for node in self.cluster.nodes},
+            }
+        )
+
+    @property
+    def spare(self):
+        return self.cluster[self.schedule.nodes]
+
+    def nodes_of(self, episode):
+        """In the order of their ranks."""
+        return [*(self.cluster[index] for index in episode.nodes), *self.extra]
+
+    # --- launches
+
+    def launch(self, nodes, per_node, replicas, *, train=True, step=None, read_only=False, job=JOB, persist=None):
+        self._number += 1
+        directory = self.cluster.scratch / f"launch{self._number}"
+        directory.mkdir()
+        spec = {
+            "directory": str(directory),
+            "launch": self._number if job == JOB else -self._number,
+            "step": step,
+            "read_only": read_only,
+            "train": train,
+            "pause": 0.05,
+            "linger": 2.0,
+            "patience": PATIENCE,
+            "config": {
+                "job": job,
+                "replicas": replicas,
+                "peer_timeout": PEER_TIMEOUT,
+                "save_timeout": 6.0,
+                "start_timeout": PATIENCE,
+                "agent_linger": 900.0,
+                "persist_on_exit": False,
+                **({"persist_dir": str(self.persist_dir), "persist_interval": 10} if persist else {}),
+            },
+        }
+        port, first = nodes[0].host.free_port(), nodes[0].host.address
+        owners = [node for node in nodes for _ in range(per_node)]
+        pids = []
+        for rank, node in enumerate(owners):
+            keeper = getattr(node.host, "_namespace", None)
+            variables = {
+                **{name: value for name, value in node.environment.items() if name.startswith(("FLASHCKPT_", "GLOO_"))},
+                "FLASHCKPT_JOB": job,
+                "MASTER_ADDR": first,
+                "MASTER_PORT": str(port),
+                "RANK": str(rank),
+                "WORLD_SIZE": str(len(owners)),
+                "LOCAL_RANK": str(rank % per_node),
+                "LOCAL_WORLD_SIZE": str(per_node),
+                "GROUP_RANK": str(rank // per_node),
+            }
+            request = {
+                "environment": variables,
+                "log": str(directory / f"rank{rank}.log"),
+                "network": "" if keeper is None else f"/proc/{keeper.pid}/ns/net",
+                "spec": spec,
+            }
+            pids.append(self.nursery.fork(request))
+        ranks = Ranks(directory, spec["launch"], pids, owners, spec)
+        self.launches.append(ranks)
+        self.report.launches += 1
+        return ranks
+
+    def wait_loaded(self, ranks, oracle, facts):
+        """Until all ranks have said what the load gave them; judges it. True where they go on from there."""
+        deadline = time.monotonic() + PATIENCE
+        said = {}
+        while len(said) < len(ranks.pids):
+            before = not ranks.alive()
+            for event in ranks.news():
+                if event["event"] in ("loaded", "refused"):
+                    said[event["rank"]] = event
+                else:
+                    self.take(ranks, oracle, event)
+            if len(said) == len(ranks.pids):
+                break
+            if before or time.monotonic() > deadline:
+                outputs = _output(ranks)
+                self.violation(
+                    f"ranks {sorted(set(range(len(ranks.pids))) - said.keys())} did not come to load: {outputs}"
+                )
+                ranks.kill()
+                return False
+            time.sleep(0.01)
+        refusals = {event["code"] for event in said.values() if event["event"] == "refused"}
+        marks = {event["mark"] for event in said.values() if event["event"] == "loaded"}
+        if len(marks) > 1 or (marks and refusals):
+            self.violation(f"ranks disagree on what was loaded: {list(said.values())}")
+            return False
+        if not all(event.get("intact", True) for event in said.values()):
+            self.violation(f"bytes are not those that were saved: {list(said.values())}")
+        code = min(refusals - {"FC-RANK-001"} or refusals, default=None)
+        mark = next(iter(marks), None)
+        source = code or ("nothing" if mark is None else next(iter(said.values()))["source"])
+        self.report.recoveries[source] += 1
+        problems = oracle.judge(mark, facts, code=code, step=ranks.spec["step"])
+        for problem in problems:
+            reasons = [event.get("message", "")[:600] or event.get("stepped_over", "") for event in said.values()][:1]
+            self.violation(f"{problem}; the load said: {reasons}")
+        if code is not None:
+            return False
+        if ranks.spec["read_only"] or not ranks.spec["train"]:
+            return True
+        if problems and mark is not None and mark not in oracle.states:
+            return False
+        oracle.loaded(mark)
+        if oracle is self.oracle:
+            # A load of what had few copies left is no promise of new ones, until they are there.
+            self.copies, self.losses = 0, 0
+        return True
+
+    def take(self, ranks, oracle, event):
+        match event["event"]:
+            case "saved":
+                self.report.steps += 1
+                for problem in oracle.saved(
+                    event["mark"], event["parent"], event["step"], ranks.number, event["generation"]
+                ):
+                    self.violation(problem)
+            case "level":
+                if event["level"] in ("replicated", "persisted") and oracle.promised(
+                    event["generation"], event["level"]
+                ):
+                    self.report.promises += 1
+                    oracle.went_on(oracle.required.mark)
+                    if oracle is self.oracle:
+                        names = {node.name for node in ranks.nodes}
+                        self.copies, self.losses = min(ranks.spec["config"]["replicas"], len(names) - 1), 0
+            case _:
+                pass
+
+    def take_all(self):
+        for ranks in self.launches:
+            oracle = self.oracle if ranks.number > 0 else self.neighbour
+            for event in ranks.news():
+                self.take(ranks, oracle, event)
+
+    # --- the truth
+
+    def holders(self, *, damaged=False):
+        """(generation, world) → rank → indices of nodes with a good copy. `damaged`: count those that were flipped."""
+        found = {}
+        for node in self.cluster.nodes:
+            with contextlib.suppress(FlashError, OSError), SlotStore.open(node.memory_dir, JOB, create=False) as store:
+                for sealed in store.scan():
+                    shard = sealed.shard
+                    if damaged or (node.index, shard.generation, shard.rank) not in self.flipped:
+                        ranks = found.setdefault((shard.generation, shard.world), {})
+                        ranks.setdefault(shard.rank, set()).add(node.index)
+        return found
+
+    def facts(self, nodes):
+        indices = {node.index for node in nodes}
+        holders = self.holders()
+        complete = {
+            tuple(generation)
+            for (generation, world), ranks in holders.items()
+            if all(ranks.get(rank, set()) & indices for rank in range(world))
+        }
+        everybody = {index for ranks in holders.values() for held in ranks.values() for index in held}
+        anything = bool(everybody & indices) or any(self.persist_dir.iterdir())
+        return Facts(
+            self.losses <= self.copies and everybody <= indices and self.copies > 0, frozenset(complete), anything
+        )
+
+    # --- a schedule
+
+    def run(self):
+        for number, episode in enumerate(self.schedule.episodes):
+            self.episode, self.event = number, episode.event
+            nodes = self.nodes_of(episode)
+            self.wait_quiet()
+            ranks = self.launch(nodes, episode.ranks_per_node, episode.replicas, persist=self.schedule.persist)
+            if not self.wait_loaded(ranks, self.oracle, self.facts(nodes)):
+                ranks.kill()
+                if not self.start_anew():
+                    return
+                continue
+            self.train(ranks, episode.train_seconds)
+            self.report.events[episode.event] += 1
+            getattr(self, f"do_{episode.event}")(ranks, episode)
+            self.train(ranks, episode.after_seconds)
+            self.end(ranks)
+            if self.report.violations and self.report.violations[-1]["schedule"] == self.schedule.number:
+                return
+        self.event = "end"
+        nodes = [*self.cluster.nodes[:-1], *self.extra]
+        ranks = self.launch(nodes, 1, 1, persist=self.schedule.persist)
+        self.wait_loaded(ranks, self.oracle, self.facts(nodes))
+        self.end(ranks)
+
+    def start_anew(self):
+        """After a refusal that was to be expected: the operator gives up what is lost."""
+        if self.report.violations and self.report.violations[-1]["schedule"] == self.schedule.number:
+            return False
+        for node in self.cluster.nodes:
+            node.replace()
+        self.flipped.clear()
+        self.oracle.loaded(None)
+        return not self.oracle.persisted
+
+    def train(self, ranks, seconds):
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            self.take_all()
+            time.sleep(0.02)
+
+    def end(self, ranks):
+        ranks.stop()
+        if not ranks.wait(15):
+            ranks.kill()
+        self.take_all()
+
+    def wait_quiet(self):
+        """Until nothing is frozen; files still move for a moment after an agent has begun to heal."""
+        time.sleep(0.1)
+
+    def wait_saves(self, ranks, count=2):
+        """Until this launch has been promised something, if it is at all able to."""
+        before, deadline = self.report.promises, time.monotonic() + _SETTLE
+        while self.report.promises < before + count and time.monotonic() < deadline and ranks.alive():
+            self.train(ranks, 0.05)
+
+    # --- faults
+
+    def do_kill_rank(self, ranks, episode):
+        ranks.signal(signal.SIGKILL, [int(episode.fraction * len(ranks.pids))])
+
+    def do_kill_trainers(self, ranks, episode):
+        ranks.kill()
+
+    def do_kill_agent(self, ranks, episode):
+        pid = self.cluster[episode.victims[0]].agent_pid()
+        if pid is not None:
+            processes.signal_to(pid, signal.SIGKILL)
+
+    def lose(self, ranks, indices):
+        """Their ranks, agents and memory; those of others notice by themselves."""
+        self.wait_saves(ranks)
+        self.take_all()
+        for index in indices:
+            node = self.cluster[index]
+            # Before the processes: what is promised from now on is promised without it.
+            ranks.signal(signal.SIGKILL, [rank for rank, owner in enumerate(ranks.nodes) if owner is node])
+            node.kill()
+            node.wipe()
+            self.flipped = {one for one in self.flipped if one[0] != index}
+        self.train(ranks, 0.3)
+        self.losses += len(indices)
+        ranks.kill()
+        self.take_all()
+
+    def do_lose_node(self, ranks, episode):
+        self.lose(ranks, episode.victims[:1])
+
+    def do_lose_two_nodes(self, ranks, episode):
+        self.lose(ranks, episode.victims[:2])
+
+    def do_pause_agent(self, ranks, episode):
+        """For less or for more than others wait for it."""
+        node = self.cluster[episode.victims[0]]
+        if node.agent_pid() is None:
+            return
+        self.frozen.add(node.index)
+        node.pause("agent")
+        self.train(ranks, PEER_TIMEOUT * 2 * episode.fraction)
+        node.resume("agent")
+        self.frozen.discard(node.index)
+
+    def do_pause_rank(self, ranks, episode):
+        rank = [int(episode.fraction * len(ranks.pids))]
+        ranks.signal(signal.SIGSTOP, rank)
+        self.train(ranks, 1.0)
+        ranks.signal(signal.SIGCONT, rank)
+
+    def do_flip(self, ranks, episode):
+        """A bit of one copy, while nobody trains."""
+        self.wait_saves(ranks)
+        self.end(ranks)
+        wanted = self.oracle.required
+        if wanted is None:
+            return
+        for index in episode.victims:
+            node = self.cluster[index]
+            with SlotStore.open(node.memory_dir, JOB, create=False) as store:
+                mine = [one for one in store.scan() if one.shard.generation == Generation(*wanted.generation)]
+            if mine:
+                victim = mine[int(episode.fraction * len(mine))]
+                path = next(Path(node.memory_dir).glob(f"*/sealed/{victim.name}"), None)
+                if path is None:
+                    continue
+                size = path.stat().st_size
+                with path.open("r+b") as file:
+                    file.seek(int(episode.fraction * size))
+                    byte = file.read(1)[0]
+                    file.seek(-1, os.SEEK_CUR)
+                    file.write(bytes([byte ^ 0x10]))
+                self.flipped.add((index, victim.shard.generation, victim.shard.rank))
+                self.losses += 1
+                return
+
+    def do_fill(self, ranks, episode):
+        """Somebody else takes all of the tmpfs, for a while."""
+        if not self.can_fill:
+            return
+        node = self.cluster[episode.victims[0]]
+        path = Path(node.memory_dir).parent / "somebody-elses"
+        with contextlib.suppress(OSError), path.open("wb") as file:
+            while True:
+                file.write(bytes(1 << 16))
+        self.train(ranks, 1.0 + episode.fraction)
+        path.unlink()
+
+    def do_cut(self, ranks, episode):
+        if not self.can_cut:
+            return
+        node = self.cluster[episode.victims[0]]
+        self.frozen.add(node.index)
+        node.cut()
+        self.train(ranks, PEER_TIMEOUT * 2 * episode.fraction)
+        node.heal()
+        self.frozen.discard(node.index)
+
+    # --- operators
+
+    def do_ctrl_c(self, ranks, episode):
+        ranks.signal(signal.SIGINT)
+        ranks.wait(10)
+
+    def do_drain(self, ranks, episode):
+        """`flashckpt agent stop` on a node, while its trainers go on."""
+        node = self.cluster[episode.victims[0]]
+        node.python("-m", "flashckpt.cli", "agent", "stop", "--timeout", "10", "--kill", timeout=40)
+
+    def do_start_again(self, ranks, episode):
+        """A launch that begins before the one before has ended: its ranks are killed once it loads."""
+        ranks.kill()
+
+    def do_stray(self, ranks, episode):
+        """The job is started once by mistake on a blank machine alone: it finds nothing, saves nothing and ends. From
+        then on that machine is one of the job's, beside the others or in the place of one that is lost."""
+        if self.extra:
+            return
+        if episode.fraction < 0.5:
+            self.lose(ranks, episode.victims[:1])
+        self.end(ranks)
+        stray = self.launch([self.spare], 1, 1, train=False)
+        stray.wait(PATIENCE)
+        stray.kill()
+        if not any(event["event"] == "loaded" and event["mark"] is None for event in stray.news()):
+            self.violation(f"a launch on a blank node alone did not find that nothing is there: {_output(stray)}")
+        self.extra = [self.spare]
+
+    def do_rollback(self, ranks, episode):
+        """An operator goes back to an older step that is there, and trains on from it."""
+        self.end(ranks)
+        nodes = self.nodes_of(episode)
+        facts = self.facts(nodes)
+        steps = self.oracle.candidates(facts.complete)
+        steps += [one.step for one in [self.oracle.persisted] if one is not None]
+        if not steps:
+            return
+        step = steps[int(episode.fraction * len(steps))]
+        again = self.launch(nodes, episode.ranks_per_node, episode.replicas, step=step, persist=self.schedule.persist)
+        if self.wait_loaded(again, self.oracle, facts):
+            self.train(again, 0.5)
+            self.end(again)
+
+    def do_evaluate(self, ranks, episode):
+        """A reader beside the training, on the same nodes."""
+        self.wait_saves(ranks)
+        reader = self.launch(self.nodes_of(episode), 1, episode.replicas, train=False, read_only=True)
+        self.train(ranks, 0.2)
+        if not reader.wait(PATIENCE):
+            self.violation("a read-only load beside a training did not end")
+        for event in reader.news():
+            if event["event"] == "loaded" and event["mark"] is not None and not event["intact"]:
+                self.violation(f"a reader got bytes that nobody saved: {event}")
+        before = self.report.promises
+        self.train(ranks, 1.0)
+        self.wait_saves(ranks, 1)
+        if ranks.alive() and self.report.promises == before:
+            self.violation("after a read-only load beside it, nothing of the training was promised any more")
+
+    def do_second_job(self, ranks, episode):
+        """Another job with the same persist_dir, on one of the nodes."""
+        node = self.cluster[episode.victims[0]]
+        facts = Facts(False, frozenset(), False)
+        other = self.launch([node], 1, 0, job=OTHER_JOB, persist=True)
+        if self.wait_loaded(other, self.neighbour, facts):
+            self.train(ranks, 2.0)
+        self.end(other)
+
+    def do_wrong_nodes(self, ranks, episode):
+        """The job is started on some of its nodes only, and ended when that has been noticed."""
+        self.end(ranks)
+        node = self.cluster[episode.victims[0]]
+        wrong = self.launch([node], 1, 0, train=False)
+        wrong.wait(PATIENCE)
+        wrong.kill()
+        for event in wrong.news():
+            if event["event"] == "loaded" and event["mark"] is not None and not event["intact"]:
+                self.violation(f"wrong nodes got bytes that nobody saved: {event}")
+
+
+class Watcher(threading.Thread):
+    """Asks the agents how the job stands, and compares that with what lies on the nodes."""
+
+    def __init__(self, world):
+        super().__init__(daemon=True)
+        self._world = world
+        self._over = threading.Event()
+        self._wrong_since = {}  # (node, generation) → when its status was first found to be wrong
+
+    def stop(self):
+        self._over.set()
+        self.join(20)
+
+    def run(self):
+        while not self._over.wait(0.3):
+            for node in list(self._world.cluster.nodes):
+                try:
+                    self._look(node)
+                except (FlashError, OSError, ValueError):
+                    continue  # it is just being killed, or wiped
+                except Exception:
+                    self._world.violation(f"the watcher failed: {traceback.format_exc()}")
+                    return
+
+    def _look(self, node):
+        world = self._world
+        if node.index in world.frozen:
+            return
+        asked_at = time.monotonic()
+        seen = look(node.memory_dir, JOB, 1.0)
+        kept = None if seen is None or seen.status is None else seen.status["kept"]
+        if kept is None:
+            return
+        verdict = kept["verdict"]
+        world.report.looks[verdict["safety"]] += 1
+        generation = Generation(kept["epoch"], int(kept["nonce"], 16), kept["step"], kept["seq"])
+        problem = self._compare(generation, verdict, kept["health"])
+        key = (node.index, generation)
+        for other in [one for one in self._wrong_since if one[0] == node.index and (one != key or not problem)]:
+            del self._wrong_since[other]
+        if problem:
+            since = self._wrong_since.setdefault(key, asked_at)
+            if time.monotonic() - since > world.bound:
+                world.violation(f"status of {node.name} has been wrong for more than {world.bound} s: {problem}")
+                self._wrong_since[key] = float("inf")
+
+    def _compare(self, generation, verdict, health):
+        """What is wrong with the verdict; "" where it is true, or says that it does not know."""
+        if verdict["safety"] == "unknown" or health is None:
+            return ""
+        world = self._world
+        answering = {n.index for n in world.cluster.nodes if n.index not in world.frozen and n.agent_pid() is not None}
+        found = next((ranks for (one, _), ranks in world.holders(damaged=True).items() if one == generation), {})
+        copies = [len(found.get(rank, set()) & answering) for rank in range(health["world"])]
+        said = f"{verdict['safety']}: {verdict['words']} (by {verdict['source']}: {verdict['reason']})"
+        if verdict["safety"] != "lost" and min(copies, default=0) == 0:
+            return f"{said}; nobody that answers has shard {copies.index(0)} of {generation}"
+        if verdict["safety"] == "lost" and min(copies, default=0) > 0:
+            return f"{said}; every shard of {generation} is there: {found}"
+        if health["survives"]["any_nodes"] > min(copies, default=0) - 1:
+            return f"{said}; the shards of {generation} have {copies} copies"
+        return ""
+
+
+def _output(ranks):
+    """The end of what its ranks have printed."""
+    return "".join(_text(ranks.directory / f"rank{rank}.log")[-1500:] for rank in range(len(ranks.pids)))
+
+
+def _lines(path):
+    return [line for line in _text(path).splitlines(keepends=True) if line.endswith("\n")]
+
+
+def _text(path):
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _tail(node):
+    return "".join(_text(path)[-3000:] for path in sorted(Path(node.memory_dir).glob("*/agent.log")))

@@ -1,0 +1,66 @@
+"""Which launches may take a job over: the decision, apart from who is asked."""
+
+from __future__ import annotations
+
+import pickle
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashckpt.load.claimants import (
+    ENDING_GRACE_SECONDS,
+    GRACE_SECONDS,
+    Answer,
+    Trainer,
+    decide,
+    live_job,
+    others,
+)
+from flashckpt.types import Claimant, Launch
+
+LAUNCHES = st.builds(Launch, st.integers(1, 3), st.integers(0, 2))
+CLAIMANTS = st.builds(
+    Claimant,
+    process=st.sampled_from([f"process{i}" for i in range(6)]),
+    pid=st.integers(1, 9),
+    rank=st.integers(0, 7),
+    launch=LAUNCHES,
+    claimed_at=st.floats(0, 2e9),
+    is_ending=st.booleans(),
+)
+TRAINERS = st.lists(st.builds(Trainer, st.sampled_from("abc"), CLAIMANTS), max_size=8)
+PROCESSES = st.frozensets(st.sampled_from([f"process{i}" for i in range(6)]))
+
+
+@given(TRAINERS, PROCESSES, LAUNCHES)
+def test_only_other_processes_of_another_launch_count(found, processes, launch):
+    strangers = others(found, processes, launch)
+    assert {one for one in found if one.claimant.process not in processes and one.claimant.launch != launch} == set(
+        strangers
+    )
+    ranks = [one.claimant.rank for one in strangers]
+    assert ranks == sorted(ranks)
+
+
+@given(TRAINERS, st.floats(0, 60))
+def test_nothing_is_taken_beside_anybody_and_every_wait_ends(found, waited):
+    answer, reason = decide(found, waited)
+    assert reason
+    assert (answer is Answer.TAKE) == (not found)
+    if waited >= ENDING_GRACE_SECONDS:
+        assert answer is not Answer.WAIT
+    if waited < GRACE_SECONDS:
+        assert answer is not Answer.REFUSE
+    if waited >= GRACE_SECONDS and not all(one.claimant.is_ending for one in found):
+        assert answer is Answer.REFUSE
+
+
+@given(TRAINERS.filter(bool))
+def test_the_error_names_who_where_and_since_when(found):
+    error = pickle.loads(pickle.dumps(live_job("run1", found)))
+    assert error.code == "FC-JOB-002"
+    first = found[0]
+    assert f"rank {first.claimant.rank} (process {first.claimant.pid} on {first.node})" in error.message
+    assert len(error.trainers) == len(found)
+    assert error.trainers[0]["since"] == first.claimant.claimed_at
+    assert "take_over=True" in error.hint
