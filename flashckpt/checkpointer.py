@@ -131,9 +131,9 @@ class Checkpointer:
         self._settings = resolve(self.config)
         self._turns = Turns(*self._weakly())
         self._closed = self._all_closed = False
+        self.raises_flush_failures = True  # from save(), with on_save_error="raise"; a manager does it itself
         self._parts: Parts | None = None  # None: FLASHCKPT_DISABLE is set
         self._dropped: weakref.finalize[[], Checkpointer] | None = None
-        self.raises_flush_failures = True  # from save(), with on_save_error="raise"; a manager does it itself
         self._outcomes = Outcomes(self.config)
         self._overlap = Overlap()
         self._prewarm = Prewarm()
@@ -231,7 +231,7 @@ class Checkpointer:
             except BaseException:
                 self._slots.void(generation)
                 raise
-            handle = SaveHandle(step, generation, self._highest_level, self._persists)
+            handle = SaveHandle(step, generation, self._highest_level, self.persists)
             try:
                 prepared = self._preparer.agree(prepared)
             except BaseException as error:
@@ -693,7 +693,8 @@ class Checkpointer:
         return self._threads
 
     @property
-    def _persists(self) -> bool:
+    def persists(self) -> bool:
+        """Return True if somebody writes to persist_dir."""
         return self.config.persist_dir is not None and self._settings.uses_agent
 
     @property

@@ -470,11 +470,12 @@ def resolve(config: CheckpointConfig, environ: Mapping[str, str] = os.environ) -
     agent = given("agent") or "auto"
     if agent not in ("auto", "off"):
         raise ConfigError(f"FLASHCKPT_AGENT: expected auto or off, found {agent!r}")
-    if agent == "off" and config.persist_dir is not None and not config.load_only and not disabled:
+    flushes = config.persist_on_exit or config.persist_interval or config.persist_interval_minutes
+    if agent == "off" and config.persist_dir is not None and flushes and not (config.load_only or disabled):
         raise ConfigError(
             "persist_dir with agent='off': expected an agent, which writes there, found that it is off",
             hint="leave CheckpointConfig(agent=…) and FLASHCKPT_AGENT at their defaults; or leave persist_dir out; "
-            "load_only=True loads from it without an agent",
+            "load_only=True, or persist_on_exit=False without an interval, only loads from it",
         )
     verify = _verify(given("verify"))
     return Settings(

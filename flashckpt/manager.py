@@ -193,9 +193,10 @@ class CheckpointManager:
 
     def _check_persist(self, persist: bool | None) -> None:
         """Refuse to promise what nobody would do."""
-        if persist and self.config.persist_dir is None:
+        if persist and not (self._checkpointer.persists or self._checkpointer.disabled):
+            found = "none" if self.config.persist_dir is None else "that nobody writes there (agent='off')"
             raise ConfigError(
-                "persist=True or permanent=True: expected persist_dir too, found none",
+                f"persist=True or permanent=True: expected persist_dir too, found {found}",
                 hint="set CheckpointConfig(persist_dir=…), or leave the argument out",
             )
 

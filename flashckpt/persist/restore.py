@@ -363,10 +363,10 @@ def _nothing(
         why = "".join(f"; {one}" for one in (disk.problem, *foreign) if one)
         hint = "load(path=…) loads it" if foreign else ""
         if missing is not None:
-            found = f"{missing.message}; nor on disk{why}"
-            return NotFoundError(found, hint=hint or missing.hint, step=step, parts=True)
-        found = f"step {step}: neither in memory nor on disk{why}"
-        return NotFoundError(found, hint=hint, step=step, parts=True)
+            return NotFoundError(
+                f"{missing.message}; nor on disk{why}", hint=hint or missing.hint, step=step, parts=True
+            )
+        return NotFoundError(f"step {step}: neither in memory nor on disk{why}", hint=hint, step=step, parts=True)
     listed = "".join(f"\n  - {reason}" for reason in reasons[:16])
     return UnusableError(f"something was saved, but nothing of it is usable:{listed}", hint=disk.hint, parts=True)
 

@@ -51,8 +51,8 @@ class AgentSlots:
         self._config = config
         self._begun: tuple[Launch, bytes] | None = None  # the launch that this lease's agent knows we are in
         self.memory: SlotMemory | None = None
-        self.on_overtaken: Callable[[str], None] = lambda reason: None
         self.flushes = FlushNews()
+        self.on_overtaken: Callable[[str], None] = lambda reason: None
         self._told: Pending[None] | None = None  # the last message to the agent that is sent in the background
         self._lock = threading.Lock()  # protects what follows: the link's thread brings news
         self._handles: weakref.WeakValueDictionary[Generation, SaveHandle] = weakref.WeakValueDictionary()

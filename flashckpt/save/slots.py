@@ -47,11 +47,11 @@ class Slots(Protocol):
     memory: SlotMemory | None
     """Set by the writer, before any slot is made."""
 
-    on_overtaken: Callable[[str], None]
-    """Called, in any thread, with the reason, once a newer launch has taken the job over from this one."""
-
     flushes: FlushNews
     """What becomes of flushes to persist_dir."""
+
+    on_overtaken: Callable[[str], None]
+    """Called, in any thread, with the reason, once a newer launch has taken the job over from this one."""
 
     @property
     def launch(self) -> Launch:
@@ -108,8 +108,8 @@ class OwnSlots:
         self._config = config
         self._trimmed = False
         self.memory: SlotMemory | None = None
-        self.on_overtaken: Callable[[str], None] = lambda reason: None
         self.flushes = FlushNews()
+        self.on_overtaken: Callable[[str], None] = lambda reason: None
 
     @property
     def launch(self) -> Launch:

@@ -26,8 +26,8 @@ _LEVELS = (Level.STAGED, Level.SEALED, Level.REPLICATED, Level.PERSISTED)
 class Event:
     """Something that happened to one step. Sent on the training thread, at the call that follows it."""
 
-    # "saved", "held" (optimizer.step() had to wait), a level that was reached, "failed" (a save or a flush; also once
-    # when another launch has taken the job over), "skipped", "loaded"
+    # "saved", "held" (optimizer.step() had to wait), a level that was reached, "failed" (a save or a flush;
+    # also once when another launch has taken the job over), "skipped", "loaded"
     kind: str
     step: int
     seconds: float = 0.0  # what it took: of the training thread for "saved" and "held", since the save for a level
@@ -46,9 +46,9 @@ class Metrics:
     newest_step: dict[str, int] = field(default_factory=dict)  # by level
     age_seconds: dict[str, float] = field(default_factory=dict)  # of the newest generation at each level
     load_seconds: float = 0.0
-    overtaken: str = ""  # why no save counts any more: another launch has taken the job over
     flushes: dict[str, int] = field(default_factory=dict)  # to persist_dir: "done" and "failed"
     flush_problem: str = ""  # why the last flush failed; "" = it did not, or there was none
+    overtaken: str = ""  # why no save counts any more: another launch has taken the job over
 
 
 class Recorder:
@@ -117,9 +117,9 @@ class Recorder:
             newest_step={level.name.lower(): step for level, (step, _) in self._newest.items()},
             age_seconds={level.name.lower(): max(0.0, now - at) for level, (_, at) in self._newest.items()},
             load_seconds=self._load_seconds,
-            overtaken=self._overtaken,
             flushes=dict(self._flushes),
             flush_problem=self.flush_news.problem if self.flush_news is not None else "",
+            overtaken=self._overtaken,
         )
 
     def _send(self, event: Event) -> None:

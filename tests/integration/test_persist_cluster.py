@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 
 import pytest
@@ -120,7 +121,44 @@ def test_nodes_that_do_not_share_the_directory_are_told_so(tmp_path):
         # Training goes on, and nothing on either disk can be taken for a checkpoint.
         assert {one["level"] for one in trainers.save(2, "replicated").values()} == {"replicated"}
         found = [name for disk in disks.iterdir() for name in os.listdir(disk)]
-        assert not [name for name in found if name == "latest" or ".tmp-" not in name], found
+        assert not [name for name in found if name != "flashckpt.json" and ".tmp-" not in name], found
+
+
+_SHARED_DISK = 'mkdir -p "$0" "$1" && mount --bind "$1" "$0" && shift && exec "$@"'
+
+
+@pytest.mark.skipif(bool(Cluster.available("netns")), reason=f"mount namespaces: {Cluster.available('netns')}")
+def test_a_node_whose_mount_is_gone_is_named_at_once(tmp_path):
+    """Its agent remembers that a step lay there: it writes nothing below the mount point, and tells the others."""
+    out, disk = tmp_path / "out", tmp_path / "disk"
+    config = {"persist_dir": str(out), "persist_on_exit": False, "replicas": 1}
+    with Cluster(2) as cluster:
+        directory = cluster.scratch / "trainers"
+        trainer = [sys.executable, "-m", "flashckpt.testing.trainer", *Trainers.prepare(directory, config, 1.0)]
+        launch = cluster.start(
+            ["unshare", "--mount", "--propagation", "private", "sh", "-c", _SHARED_DISK, str(out), str(disk), *trainer]
+        )
+        trainers = Trainers(launch, directory)
+        trainers.wait_started()
+        trainers.save(1, "persisted", timeout=WAIT)
+        subprocess.run(["nsenter", "--mount", "--target", str(cluster[1].agent_pid()), "umount", str(out)], check=True)
+        trainers.save(2, "replicated")
+        assert cluster[0].python("-m", "flashckpt.cli", "flush", "--job", cluster.job, "--wait", "0").returncode == 0
+
+        def problem(node):
+            seen = look(str(node.memory_dir), cluster.job, timeout=10.0)
+            return seen.status["persist"]["problem"] if seen is not None and seen.status is not None else ""
+
+        for node in cluster.nodes:
+            told = wait_until(lambda node=node: problem(node), "the reason")
+            assert f"{cluster[1].name}: " in told
+            assert "persisted step 1 there" in told
+        assert os.listdir(out) == []
+        assert sorted(name for name in os.listdir(disk) if ".tmp-" not in name) == [
+            "flashckpt.json",
+            "latest",
+            "step-1",
+        ]
 
 
 def test_trainers_that_die_leave_their_newest_step_on_disk(tmp_path):

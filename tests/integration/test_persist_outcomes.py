@@ -105,6 +105,7 @@ def test_a_failed_flush_is_raised_where_that_is_asked_for(job, tmp_path):
     (tmp_path / "out").write_text("not a directory")
     manager, _ = job(on_save_error="raise")
     assert manager.save(1, persist=True).outcome == "ok"
+    manager.wait("sealed", 30)
     wait_until(lambda: manager.metrics().flushes["failed"], "the failure to be heard of")
     with pytest.raises(flashckpt.PersistError, match="expected a directory"):
         manager.save(2)
@@ -131,6 +132,7 @@ def test_an_emptied_directory_is_noticed_by_its_flush(job, memory_dir, tmp_path)
     os.rename(out, tmp_path / "elsewhere")
     out.mkdir()
     handle = manager.save(2, persist=True)
+    manager.wait("sealed", 30)
     wait_until(lambda: "persisted step 1 there" in manager.metrics().flush_problem, "the reason")
     assert os.listdir(out) == []
     out.rmdir()

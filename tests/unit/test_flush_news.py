@@ -190,7 +190,11 @@ def test_a_persist_dir_that_nobody_would_write_to_is_refused():
         with pytest.raises(ConfigError, match="persist_dir with agent='off'"):
             resolve(config, environ)
     assert resolve(config, {}).uses_agent
-    assert not resolve(CheckpointConfig(job="j", persist_dir="/p", load_only=True, agent="off"), {}).uses_agent
+    for reads in ({"load_only": True}, {"persist_on_exit": False}):
+        assert not resolve(CheckpointConfig(job="j", persist_dir="/p", agent="off", **reads), {}).uses_agent
+    timed = CheckpointConfig(job="j", persist_dir="/p", agent="off", persist_on_exit=False, persist_interval=5)
+    with pytest.raises(ConfigError, match="persist_dir with agent='off'"):
+        resolve(timed, {})
     assert resolve(config, {"FLASHCKPT_AGENT": "off", "FLASHCKPT_DISABLE": "1"}).disabled
 
 

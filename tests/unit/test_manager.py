@@ -552,12 +552,7 @@ def test_load_only(job):
 
 @pytest.mark.parametrize("by", ["config", "argument"])
 def test_an_evaluation_beside_the_training_changes_nothing(job, tmp_path, by):
-    def look_into_persist_dir(manager):
-        # Here is no agent to write there: a config that names it is refused, unless it only loads.
-        checkpointer = manager.checkpointer
-        checkpointer.config = dataclasses.replace(checkpointer.config, persist_dir=str(tmp_path))
-
-    training = job()
+    training = job(persist_dir=str(tmp_path), persist_on_exit=False)
     with training.manager() as manager:
         look_into_persist_dir(manager)
         manager.load()
@@ -565,7 +560,7 @@ def test_an_evaluation_beside_the_training_changes_nothing(job, tmp_path, by):
         assert manager.save(1, force=True).wait() == "ok"
         store = manager.checkpointer.store
         before = (store.read_fence(), sorted(one.name for one in store.scan()), snapshot(tmp_path))
-        evaluation = job(load_only=by == "config")
+        evaluation = job(persist_dir=str(tmp_path), persist_on_exit=False, load_only=by == "config")
         with evaluation.manager() as reader:
             look_into_persist_dir(reader)
             found = reader.load(read_only=True) if by == "argument" else reader.load()

@@ -34,10 +34,9 @@ def out(tmp_path):
 
 
 def open_checkpointer(memory_dir, out):
-    """Without an agent: nothing is written to persist_dir but by `to_disk`. A user's config of that kind is refused."""
-    checkpointer = flashckpt.Checkpointer(flashckpt.CheckpointConfig(job="job", memory_dir=memory_dir))
-    checkpointer.config = dataclasses.replace(checkpointer.config, persist_dir=str(out))
-    return checkpointer
+    # Without an agent nothing is written to persist_dir but by `to_disk`.
+    config = flashckpt.CheckpointConfig(job="job", memory_dir=memory_dir, persist_dir=str(out), persist_on_exit=False)
+    return flashckpt.Checkpointer(config)
 
 
 def to_disk(memory_dir, out, handle):

@@ -37,10 +37,11 @@ def blank():
 
 
 def opened(memory_dir, out, job="A", **settings):
-    """Without an agent: only these tests write to persist_dir. A user's config of that kind is refused."""
-    checkpointer = flashckpt.Checkpointer(flashckpt.CheckpointConfig(job=job, memory_dir=memory_dir))
-    checkpointer.config = dataclasses.replace(checkpointer.config, persist_dir=str(out), **settings)
-    return checkpointer
+    # Without an agent nothing is written to persist_dir but by these tests.
+    config = flashckpt.CheckpointConfig(
+        job=job, memory_dir=memory_dir, persist_dir=str(out), persist_on_exit=False, **settings
+    )
+    return flashckpt.Checkpointer(config)
 
 
 def to_disk(memory_dir, out, handle, job="A", known=None, **settings):
