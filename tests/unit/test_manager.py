@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import signal
@@ -554,7 +553,6 @@ def test_load_only(job):
 def test_an_evaluation_beside_the_training_changes_nothing(job, tmp_path, by):
     training = job(persist_dir=str(tmp_path), persist_on_exit=False)
     with training.manager() as manager:
-        look_into_persist_dir(manager)
         manager.load()
         training.step()
         assert manager.save(1, force=True).wait() == "ok"
@@ -562,7 +560,6 @@ def test_an_evaluation_beside_the_training_changes_nothing(job, tmp_path, by):
         before = (store.read_fence(), sorted(one.name for one in store.scan()), snapshot(tmp_path))
         evaluation = job(persist_dir=str(tmp_path), persist_on_exit=False, load_only=by == "config")
         with evaluation.manager() as reader:
-            look_into_persist_dir(reader)
             found = reader.load(read_only=True) if by == "argument" else reader.load()
             assert found.step == 1
             if by == "config":

@@ -3,7 +3,6 @@ damaged or missing there is passed over without a word."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import os
