@@ -33,6 +33,7 @@ from flashckpt.errors import (
     OtherRankError,
     PeerError,
     RetrieveError,
+    StorageError,
     StructureError,
     UnsafeDirectoryError,
     UnsupportedValueError,
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
     from flashckpt.manager import CheckpointManager
     from flashckpt.persist.elsewhere import load_keys
     from flashckpt.save.handle import SaveHandle
-    from flashckpt.state.flatten import PerRank
+    from flashckpt.state.flatten import PerRank, Whole
     from flashckpt.training.stopping import install_signal_handlers
 
 _LAZY = {
@@ -71,6 +72,7 @@ _LAZY = {
     "Checkpointer": "flashckpt.checkpointer",
     "LoadResult": "flashckpt.load.result",
     "PerRank": "flashckpt.state.flatten",
+    "Whole": "flashckpt.state.flatten",
     "SaveHandle": "flashckpt.save.handle",
 }
 
@@ -118,10 +120,12 @@ __all__ = [
     "PerRank",
     "RetrieveError",
     "SaveHandle",
+    "StorageError",
     "StructureError",
     "UnsafeDirectoryError",
     "UnsupportedValueError",
     "UnusableError",
+    "Whole",
     "checkpoint_dirname",
     "contains_checkpoint",
     "dcp",

@@ -16,6 +16,21 @@ if TYPE_CHECKING:
     from flashckpt.config import Settings
     from flashckpt.group import PrivateGroup
 
+# What decides when a rank saves, loads or makes memory: where ranks differ in it, they wait for each other in vain.
+_COLLECTIVE = (
+    "interval",
+    "fixed_steps",
+    "persist_interval",
+    "persist_interval_minutes",
+    "save_cooldown",
+    "enable_first_step_checkpoint",
+    "prewarm",
+    "load_only",
+    "initial_load_path",
+    "same_on_ranks",
+    "on_busy",
+)
+
 
 def agree_topology(group: PrivateGroup, settings: Settings, directory_id: str) -> Topology:
     """Gathers who is where. Collective. Refuses what would silently not work."""
@@ -28,6 +43,7 @@ def agree_topology(group: PrivateGroup, settings: Settings, directory_id: str) -
         "slots_per_rank": config.slots,
         "keep_memory": config.keep_memory,
         "certificates": "operator's" if settings.tls_files else "made",
+        **{name: getattr(config, name) for name in _COLLECTIVE},
     }
     mine = json.dumps([settings.node_id, directory_id, settings.domain, agreed]).encode()
     ranks = [json.loads(one) for one in group.gather(mine, "learning which ranks share a node")]

@@ -784,3 +784,16 @@ def test_status(make):
     status = checkpointer.status()
     assert (status.step, status.saves["ok"], status.store.sealed.files) == (3, 3, 2)
     assert [(g.step, state) for g, state, _ in status.generations] == [(3, "complete"), (2, "complete")]
+
+
+def test_arguments_that_are_easily_mistaken_are_named(make):
+    checkpointer = make()
+    with pytest.raises(flashckpt.ConfigError, match=r"step: expected an integer from 0 on, found a dict"):
+        checkpointer.save({"n": 1}, 3)
+    with pytest.raises(flashckpt.ConfigError, match="state dict: expected a mapping, found a int"):
+        checkpointer.load(3)
+    with pytest.raises(flashckpt.ConfigError, match="found '/data/run1'") as caught:
+        checkpointer.load({"n": 1}, "/data/run1")
+    assert "path='/data/run1'" in caught.value.hint
+    with pytest.raises(flashckpt.ConfigError, match="level: expected"):
+        checkpointer.save(1, {"n": 1}).wait(30)
