@@ -35,6 +35,7 @@ from flashckpt.errors import (
     PeerError,
     PersistError,
     RetrieveError,
+    StorageError,
     StructureError,
     UnsafeDirectoryError,
     UnsupportedValueError,
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
     from flashckpt.manager import CheckpointManager
     from flashckpt.persist.elsewhere import load_keys
     from flashckpt.save.handle import SaveHandle
-    from flashckpt.state.flatten import PerRank
+    from flashckpt.state.flatten import PerRank, Whole
     from flashckpt.training.stopping import install_signal_handlers
 
 _LAZY = {
@@ -73,6 +74,7 @@ _LAZY = {
     "Checkpointer": "flashckpt.checkpointer",
     "LoadResult": "flashckpt.load.result",
     "PerRank": "flashckpt.state.flatten",
+    "Whole": "flashckpt.state.flatten",
     "SaveHandle": "flashckpt.save.handle",
 }
 
@@ -122,10 +124,12 @@ __all__ = [
     "PersistError",
     "RetrieveError",
     "SaveHandle",
+    "StorageError",
     "StructureError",
     "UnsafeDirectoryError",
     "UnsupportedValueError",
     "UnusableError",
+    "Whole",
     "checkpoint_dirname",
     "contains_checkpoint",
     "dcp",

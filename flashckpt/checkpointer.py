@@ -20,7 +20,6 @@ from flashckpt.errors import (
     ConfigError,
     ConflictError,
     DeadlineError,
-    FlashError,
     NotFoundError,
     PersistError,
     UnusableError,
@@ -32,12 +31,12 @@ from flashckpt.load.recover import Recovery, Request
 from flashckpt.load.take_over import highest_epoch, put_fence, take_over
 from flashckpt.opening import open_all
 from flashckpt.persist.restore import load_newest, remember_fence, take_disk_inventory
-from flashckpt.save.attempts import Attempts
+from flashckpt.save.attempts import Attempts, check_step_to_load
 from flashckpt.save.deferred import Deferrals
 from flashckpt.save.handle import SaveHandle
-from flashckpt.save.outcomes import CALLERS_FAULT, OUTCOMES, Outcomes
+from flashckpt.save.outcomes import CALLERS_FAULT, Outcomes, is_raised
 from flashckpt.save.overlap import Overlap
-from flashckpt.save.prepare import Prepared, Preparer
+from flashckpt.save.prepare import Prepared, Preparer, check_mapping
 from flashckpt.save.prewarm import Prewarm
 from flashckpt.save.retention import State
 from flashckpt.save.snapshot import when_ready
@@ -152,6 +151,7 @@ class Checkpointer:
     def _open(self, process_group: dist.ProcessGroup | None, undo: contextlib.ExitStack) -> None:
         opened = open_all(self._settings, process_group, undo)
         self._settings, self._group, self._store = opened.settings, opened.group, opened.store
+        self._outcomes.belong_to(f"job {opened.settings.job!r}, rank {opened.topology.rank}")
         self._topology, self._threads = opened.topology, opened.threads
         self._slots, self._memory = opened.slots, opened.memory
         self._claims = False  # whether this launch may take the agents over: no other one is alive, or it was told to
@@ -199,11 +199,13 @@ class Checkpointer:
         overlap: bool = False,
         defers: Callable[[str, torch.Tensor], bool | None] | None = None,
         on_begin: Callable[[SaveHandle], None] | None = None,
+        inspect: Callable[[Flat, SavePlan], None] | None = None,
     ) -> SaveHandle:
         """Copies the state to this node's memory. Once this returns the tensors may be mutated.
 
-        Every rank has to call it with the same step. What the state dict itself is to blame for (a value that
-        can't be saved) is raised; running out of memory and the like ends in `handle.outcome == "failed"`.
+        Every rank has to call it with the same step. What the state dict or the call itself is to blame for (a value
+        that can't be saved, a step that goes down) is raised, as is what the state's own code raises. Everything else
+        ends in `handle.outcome == "failed"`, or raises a FlashError if `config.on_save_error` is "raise".
 
         With `overlap` the copy runs in a thread, and tensors may be mutated once `handle.wait("staged")` has returned;
         other values are taken here and now. The next call waits for it. Whoever can't wait any longer calls
@@ -211,58 +213,59 @@ class Checkpointer:
         change is found, the shard is not sealed, the reason names the tensor, and later saves copy it before they
         return. `defers(key, tensor)` returns True if a tensor may be deferred, or None if it may be as long as it is
         large and has not changed since the last save. Without `defers`, all tensors may. `on_begin` gets the handle
-        before the copy begins.
+        before the copy begins. `inspect` gets the flattened state before that and refuses it by raising.
         """
-        with self._alone("save"):
-            if self._settings.disabled:
-                return self._outcomes.skipped(step, "FLASHCKPT_DISABLE is set")
-            if self.config.load_only:
-                return self._outcomes.skipped(step, "load_only is set")
-            self._attempts.check(step)
-            began = time.perf_counter()
-            refused = self._claim_first(step)
-            if refused is not None:
-                return refused
-            self._attempts.anchor(step)
-            # Before anything that can fail on this rank alone: an attempt counts also where it comes to nothing.
-            generation = self._attempts.next(step)
-            try:
-                prepared = self._preparer.prepare(state_dict, extra, generation)
-            except BaseException:
-                self._slots.void(generation)
-                raise
-            handle = SaveHandle(step, generation, self._highest_level, self.persists)
-            try:
-                prepared = self._preparer.agree(prepared)
-            except BaseException as error:
-                self._slots.void(generation)
-                if not isinstance(error, OUTCOMES) or isinstance(error, CALLERS_FAULT):
-                    raise
-                return self._outcomes.failed(handle, error)
-            planned = time.perf_counter() - began
-            if overlap:
-                self._begin_overlapped(handle, generation, prepared, planned, defers or _defers_all, on_begin)
-            else:
-                deferred = self._deferrals.everything(handle, prepared.flat, prepared.plan)
-                self._write(handle, generation, prepared, planned, deferred, None)
-            handle.blocked_seconds = time.perf_counter() - began
-            return handle
-
-    def _claim_first(self, step: int) -> SaveHandle | None:
-        """Before the first save of a launch that has loaded nothing: it would take the agents over. Collective.
-
-        LiveJobError is raised; what else goes wrong is the save's outcome.
-        """
-        if self._claims:
-            return None
+        handle: SaveHandle | None = None
+        reads_state = False
         try:
-            self._refuse_beside_live()
+            with self._alone("save"):
+                if self._settings.disabled:
+                    return self._outcomes.skipped(step, "FLASHCKPT_DISABLE is set")
+                if self.config.load_only:
+                    return self._outcomes.skipped(step, "load_only is set")
+                self._attempts.check(step)
+                began = time.perf_counter()
+                if self._claims and not self._preparer.is_collective:
+                    self._group.roll.note_step(step)
+                else:
+                    self._group.meet("save", f"step {step}", self.config.save_timeout, step=step)
+                if not self._claims:
+                    # Before the first save of a launch that has loaded nothing: it would take the agents over.
+                    self._refuse_beside_live()
+                    self._claims = True
+                self._anchor(step)
+                # Before anything that can fail on this rank alone: an attempt counts also where it comes to nothing.
+                generation = self._attempts.next(step)
+                handle = SaveHandle(step, generation, self._highest_level, self.persists)
+                try:
+                    reads_state = True
+                    prepared = self._preparer.prepare(state_dict, extra, generation, inspect)
+                    reads_state = False
+                    prepared = self._preparer.agree(prepared)
+                    deferred = None if overlap else self._deferrals.everything(handle, prepared.flat, prepared.plan)
+                except BaseException:
+                    self._slots.void(generation)
+                    raise
+                planned = time.perf_counter() - began
+                if deferred is None:
+                    self._begin_overlapped(handle, generation, prepared, planned, defers or _defers_all, on_begin)
+                else:
+                    self._write(handle, generation, prepared, planned, deferred, None)
+                handle.blocked_seconds = time.perf_counter() - began
+                return handle
         except Exception as error:
-            if not isinstance(error, OUTCOMES) or isinstance(error, CALLERS_FAULT):
+            if is_raised(error, reads_state=reads_state) or (handle is not None and handle.outcome is not None):
                 raise
-            return self._outcomes.failed(SaveHandle(step, None, self._highest_level), error)
-        self._claims = True
-        return None
+            if handle is None:
+                handle = SaveHandle(step, None, Level.SEALED)
+            return self._outcomes.failed(handle, error)
+
+    def _anchor(self, step: int) -> None:
+        try:
+            self._attempts.anchor(step)
+        except Exception:
+            self._preparer.withdraw()
+            raise
 
     def _begin_overlapped(
         self,
@@ -287,7 +290,11 @@ class Checkpointer:
             handle.give_up()
             if self._overlap.handle is not handle and handle.outcome is None:
                 self._slots.void(generation)
-                self._outcomes.ended(handle, Outcome.FAILED, f"interrupted: {error!r}")
+                if not isinstance(error, Exception):
+                    self._outcomes.ended(handle, Outcome.FAILED, f"interrupted: {error!r}")
+            elif isinstance(error, Exception):
+                # The thread ends the save, as given up. It may read the tensors until then.
+                self.settle()
             raise
 
     def _write(
@@ -308,7 +315,7 @@ class Checkpointer:
             )
         except BaseException as error:
             self._slots.void(generation)
-            if not isinstance(error, (FlashError, OSError)) or isinstance(error, CALLERS_FAULT):
+            if not isinstance(error, Exception) or isinstance(error, CALLERS_FAULT):
                 known = error if isinstance(error, Exception) else None
                 self._outcomes.ended(handle, Outcome.FAILED, str(error), known)
                 raise
@@ -316,7 +323,7 @@ class Checkpointer:
             return
         finally:
             deferred.took()
-        handle.size_bytes = written.sealed.size_bytes
+        handle.size_bytes = written.size_bytes
         handle.timings = dataclasses.replace(written.timings, plan=planned)
         handle.advance(Level.SEALED)
         self._slots.follow(handle)
@@ -336,6 +343,8 @@ class Checkpointer:
         with self._alone("prewarm"):
             if self._settings.disabled:
                 return
+            if not self._claims or not self._preparer.is_agreed:
+                self._group.meet("prewarm", "", self.config.save_timeout)
             if not self._claims:
                 self._refuse_beside_live()
             prepared = self._preparer.agree(self._preparer.prepare(state_dict, None))
@@ -389,10 +398,13 @@ class Checkpointer:
             read_only = self.reads_only(read_only, take_over)
             if isinstance(keys, str):
                 raise ConfigError(f"keys: expected a sequence of prefixes, found the string {keys!r}", hint="keys=[…]")
+            check_step_to_load(step)
+            check_mapping("state dict", state_dict)
             if self._settings.disabled:
                 return None
             self._deferrals.forget_frozen()
             began = time.perf_counter()
+            self._group.meet("load", "newest" if step is None else f"step {step}", self.config.start_timeout)
             ground = self.ground()
             on_disk = take_disk_inventory(
                 ground,
@@ -463,6 +475,7 @@ class Checkpointer:
             self._check_enabled()
             from flashckpt.persist.elsewhere import load_path
 
+            self._group.meet("load_path", path, self.config.start_timeout)
             self._deferrals.forget_frozen()
             request = Request(strict=strict, cast=cast, screen=screen)
             ground = self.ground()
@@ -485,6 +498,7 @@ class Checkpointer:
         with self._alone("start_fresh"):
             if not self._settings.disabled:
                 self._refuse_to_write("start_fresh")
+                self._group.meet("start_fresh", "", self.config.start_timeout)
                 self._claim(take_over=take_over)
                 self._renew_launch()
                 self._put_fence(None)
@@ -631,6 +645,9 @@ class Checkpointer:
         if self._all_closed:
             return
         if self._parts is not None:
+            missed = None if self._parts.is_forked else self._group.roll.missed()
+            if missed is not None:
+                log.error("job %r, rank %d of %d: %s", self.job, self._topology.rank, self._topology.world, missed.why)
             self._parts.close(self.config.save_timeout if timeout is None else timeout)
             if not self._parts.is_forked:
                 self._outcomes.say_goodbye()

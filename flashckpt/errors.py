@@ -10,6 +10,7 @@
     │   ├── MissingKeyError    (KeyError)            …a key is in one and not in the other
     │   └── MismatchError                            …what was declared with compat= is not what is expected
     ├── UnsafeDirectoryError   (PermissionError)    the memory directory is not safely ours
+    ├── StorageError           (OSError)            the memory directory's filesystem refuses an operation
     ├── NoSpaceError           (OSError)            busy: tmpfs, inodes, cgroup or budget is full
     ├── BusyError                                    busy: the previous generation is not complete
     ├── ChangedError                                 you: a tensor changed while it was copied
@@ -123,6 +124,17 @@ class UnsafeDirectoryError(FlashError, PermissionError):
     """The memory directory is not safely ours: owner, mode, type, links. Nothing in it was touched."""
 
     code = "FC-DIR-001"
+
+
+class StorageError(FlashError, OSError):
+    """The memory directory's filesystem refused an operation (EIO, EMFILE …). Not for lack of room (NoSpaceError), nor
+    for a directory that is not safely ours (UnsafeDirectoryError).
+    """
+
+    code = "FC-DIR-002"
+    default_hint = (
+        "look at the cause: a limit of the process (`ulimit -n`), or a directory that was removed or remounted"
+    )
 
 
 class NoSpaceError(FlashError, OSError):

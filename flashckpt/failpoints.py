@@ -1,8 +1,9 @@
 """Named places on the data path where a test can kill, fail or delay the process.
 
 `FLASHCKPT_FAILPOINTS='before_seal=kill;after_copy=sleep(0.5);before_rename=error(ENOSPC)*1@3'`: an action,
-`*N` at most N times, `@K` from the K-th pass on. Off unless `FLASHCKPT_TESTING=1`. What fired is appended to
-the file `FLASHCKPT_FAILPOINTS_LOG`, so that a test can prove that its fault took place.
+`*N` at most N times, `@K` from the K-th pass on. `error` names an errno, RuntimeError, MemoryError or ValueError.
+Off unless `FLASHCKPT_TESTING=1`. What fired is appended to the file `FLASHCKPT_FAILPOINTS_LOG`, so that a test can
+prove that its fault took place.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+# Exceptions beside OSError that `error` can name.
+_OTHER = {one.__name__: one for one in (RuntimeError, MemoryError, ValueError)}
 
 _SPEC = re.compile(r"(\w+)=(kill|stop|sleep|error)(?:\((\w[\w.]*)\))?(?:\*(\d+))?(?:@(\d+))?")
 
@@ -84,5 +88,7 @@ def _fire(name: str, armed: _Armed) -> None:
     elif armed.action == "sleep":
         time.sleep(float(armed.argument))
     else:
-        number = getattr(errno, armed.argument)
+        number = getattr(errno, armed.argument, None)
+        if number is None:
+            raise _OTHER[armed.argument](f"failpoint {name}")
         raise OSError(number, os.strerror(number), f"failpoint {name}")

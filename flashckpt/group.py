@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import logging
 import os
 import struct
 import time
 import weakref
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
 from flashckpt.errors import ConflictError, DeadlineError, IncompatibleError, OtherRankError
+from flashckpt.roll import LOOK_SECONDS, NOTICE_SECONDS, Roll
 
 if TYPE_CHECKING:
     import contextlib
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
+
+    from flashckpt.roll import Board
+
+log = logging.getLogger(__name__)
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +34,9 @@ T = TypeVar("T")
 _LENGTH = struct.Struct("<Q")
 _AT_ONCE_BYTES = 120  # a purpose and a short answer; times 80,000 ranks it is still little
 _HEAD_BYTES = _LENGTH.size + _AT_ONCE_BYTES
+
+# The rolls at which ranks meet before they have a group, for as long as torch's default group lives.
+_openings: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Roll]] = weakref.WeakKeyDictionary()
 
 
 class PrivateGroup:
@@ -45,6 +55,8 @@ class PrivateGroup:
         self.rank, self.world = 0, 1
         self.global_ranks: tuple[int, ...] = (0,)
         self.spans_the_world = True
+        self._roll = Roll(None, 0, 1)
+        self._ended: Callable[[], Mapping[int, str]] = dict
         default = _default_group()  # not kept alive: the user may destroy it
         self._default: weakref.ref[dist.ProcessGroup] | None = None if default is None else weakref.ref(default)
         if not (dist.is_available() and dist.is_initialized()):
@@ -61,6 +73,7 @@ class PrivateGroup:
         self.global_ranks = tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
         self.spans_the_world = self.world == dist.get_world_size()
         if self.world > 1:
+            _opening_roll(self.global_ranks, self.rank).meet("Checkpointer", "", timeout)
             _outlive_forks(self)
             self._group = self._checked(
                 "making the private group",
@@ -81,7 +94,39 @@ class PrivateGroup:
         group._rounds, group._left = 0, ""
         group._default = None
         group.rank, group.world, group.global_ranks, group.spans_the_world = 0, 1, (0,), False
+        group._roll, group._ended = Roll(None, 0, 1), dict
         return group
+
+    def enroll(self, name: str) -> None:
+        """Call the roll from now on under `name`, which all ranks share and no other group has."""
+        self._roll = Roll(_board(f"roll/{name}"), self.rank, self.world, ended=self._look_for_ended)
+
+    def watch(self, ended: Callable[[], Mapping[int, str]]) -> None:
+        """Have waits ask `ended` for the ranks whose processes have ended, and how."""
+        self._ended = ended
+
+    @property
+    def roll(self) -> Roll:
+        return self._roll
+
+    def meet(self, call: str, arguments: str, timeout: float, *, step: int | None = None) -> None:
+        """Return once all ranks have made this call, see Roll.meet. Collective."""
+        if self._group is not None:
+            self._refuse_if_left(call)
+            self._roll.meet(call, arguments, timeout, step=step)
+
+    def _refuse_if_left(self, doing: str) -> None:
+        if self._left:
+            raise ConflictError(
+                f"{doing}: on rank {self.rank} of {self.world} an exception ended an earlier call ({self._left}) in "
+                "the middle, so that this rank is out of step with the others",
+                hint="close this Checkpointer and make another one on all ranks, or end the job's processes and start "
+                "them again; saves that are local go on",
+                rank=self.rank,
+            )
+
+    def _look_for_ended(self) -> Mapping[int, str]:
+        return self._ended()
 
     def gather(self, payload: bytes, doing: str) -> list[bytes]:
         """Every rank's payload, in rank order. Collective.
@@ -92,14 +137,7 @@ class PrivateGroup:
         if self._group is None:
             return [payload]
         self._refuse_if_destroyed(doing)
-        if self._left:
-            raise ConflictError(
-                f"{doing}: on rank {self.rank} of {self.world} an exception ended an earlier call ({self._left}) in "
-                "the middle, so that this rank is out of step with the others",
-                hint="close this Checkpointer and make another one on all ranks, or end the job's processes and start "
-                "them again; saves that are local go on",
-                rank=self.rank,
-            )
+        self._refuse_if_left(doing)
         self._rounds += 1
         self._left = doing
         purpose = doing.encode()
@@ -126,7 +164,9 @@ class PrivateGroup:
         """Every rank's data, filled up with zeros. Collective: with the same size everywhere."""
         mine = torch.frombuffer(bytearray(data.ljust(size_bytes, b"\0")), dtype=torch.uint8)
         gathered = [torch.empty_like(mine) for _ in range(self.world)]
-        self._checked(doing, lambda: dist.all_gather(gathered, mine, group=self._group))
+        self._checked(
+            doing, lambda: self._wait(dist.all_gather(gathered, mine, group=self._group, async_op=True), doing)
+        )
         return [one.numpy().tobytes() for one in gathered]
 
     def together(self, doing: str, call: Callable[[], T]) -> T:
@@ -196,6 +236,42 @@ class PrivateGroup:
                 log.info("the private group was destroyed before: %s", error)
         self._group = None
 
+    def _wait(self, work: dist.Work, doing: str) -> None:
+        """Wait for a collective. RuntimeError where it fails, or takes longer than the group's timeout."""
+        began = time.monotonic()
+        pause, is_late = NOTICE_SECONDS, False
+        while True:
+            try:
+                work.wait(timedelta(seconds=pause))
+            except RuntimeError:
+                waited = time.monotonic() - began
+                if work.is_completed() or waited >= self._timeout:
+                    raise
+                ended = self._ended()
+                if ended:
+                    raise RuntimeError("; ".join(ended.values())) from None
+                if not is_late:
+                    # Ranks that wait here say so; who does not say it within the next second is missing.
+                    is_late, pause = True, LOOK_SECONDS
+                    self._roll.note(f"{doing}, {self._rounds}")
+                elif is_late and pause == LOOK_SECONDS:
+                    pause = NOTICE_SECONDS
+                    log.warning("%s: waiting since %.0f s for %s", doing, waited, self._named_late(doing))
+            else:
+                return
+
+    def _late(self, doing: str) -> list[int]:
+        here = f"{doing}, {self._rounds}"
+        notes = self._roll.last_notes()
+        return [rank for rank in range(self.world) if rank != self.rank and notes.get(rank) != here]
+
+    def _named_late(self, doing: str) -> str:
+        notes = self._roll.last_notes()
+        late = self._late(doing)
+        return (
+            ", ".join(f"rank {rank} (last seen at: {notes.get(rank, 'not known')})" for rank in late[:8]) or "no rank"
+        )
+
     def _checked(self, doing: str, call: Callable[[], T]) -> T:
         began = time.monotonic()
         try:
@@ -203,12 +279,35 @@ class PrivateGroup:
         except RuntimeError as error:
             self._left = ""  # gloo itself refuses further calls
             waited = time.monotonic() - began
+            ended = self._ended()
+            late = sorted(ended) or self._late(doing) or [r for r in range(self.world) if r != self.rank]
+            found = "; ".join(ended.values()) or str(error)
             raise DeadlineError(
                 f"{doing}: rank {self.rank} of {self.world} waited {waited:.1f} s (limit {self._timeout:.0f} s) "
-                f"for ranks {[r for r in range(self.world) if r != self.rank]}: {error}",
+                f"for ranks {late}: {found}",
                 hint="all ranks have to make the same calls in the same order; look for a rank that died or lags",
                 rank=self.rank,
             ) from error
+
+
+def _board(prefix: str) -> Board | None:
+    try:
+        # torch has no public name for it; torchft and torchelastic reach it the same way.
+        return cast("Board", PrefixStore(f"flashckpt/{prefix}", dist.distributed_c10d._get_default_store()))
+    except (RuntimeError, ValueError) as error:
+        log.info("the ranks have no store in common, so that missing ones are named less soon: %s", error)
+        return None
+
+
+def _opening_roll(ranks: tuple[int, ...], rank: int) -> Roll:
+    default = dist.group.WORLD
+    if default is None:
+        return Roll(None, 0, 1)
+    rolls = _openings.setdefault(default, {})
+    if ranks not in rolls:
+        name = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
+        rolls[ranks] = Roll(_board(f"open/{name}"), rank, len(ranks))
+    return rolls[ranks]
 
 
 _of_this_process: weakref.WeakSet[PrivateGroup] = weakref.WeakSet()

@@ -25,6 +25,21 @@ MAX_CLOCK_DIFFERENCE_MS = 24 * 3_600_000
 LATEST_CLOCK_MS = 4_102_444_800_000  # 2100: later than any clock that is right
 LAST_EPOCH = 1 << 62  # numbers in messages end at twice this
 
+# What decides when a rank saves, loads or makes memory: where ranks differ in it, they wait for each other in vain.
+_COLLECTIVE = (
+    "interval",
+    "fixed_steps",
+    "persist_interval",
+    "persist_interval_minutes",
+    "save_cooldown",
+    "enable_first_step_checkpoint",
+    "prewarm",
+    "load_only",
+    "initial_load_path",
+    "same_on_ranks",
+    "on_busy",
+)
+
 
 def agree_topology(group: PrivateGroup, settings: Settings, directory_id: str) -> Topology:
     """Gathers who is where. Collective. Refuses what would silently not work."""
@@ -37,6 +52,7 @@ def agree_topology(group: PrivateGroup, settings: Settings, directory_id: str) -
         "slots_per_rank": config.slots,
         "keep_memory": config.keep_memory,
         "certificates": "operator's" if settings.tls_files else "made",
+        **{name: getattr(config, name) for name in _COLLECTIVE},
     }
     mine = json.dumps([settings.node_id, directory_id, settings.domain, agreed]).encode()
     ranks = [json.loads(one) for one in group.gather(mine, "learning which ranks share a node")]

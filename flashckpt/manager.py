@@ -14,6 +14,7 @@ from flashckpt.checkpointer import Checkpointer
 from flashckpt.closing import unmasked
 from flashckpt.config import CheckpointConfig
 from flashckpt.errors import ClosedError, ConfigError, ConflictError, FlashError, LiveJobError
+from flashckpt.save.attempts import check_step_to_load
 from flashckpt.training.assemble import DATALOADER, KNOWN, MODEL, TrainingState
 from flashckpt.training.cooldown import Cooldown
 from flashckpt.training.files import persisted_steps, write_file
@@ -27,6 +28,7 @@ from flashckpt.training.restore import Wish, screen, unwrap_extra, wrap_extra
 from flashckpt.training.rng import restore_rng
 from flashckpt.training.share import dataloader_of_rank_0
 from flashckpt.training.stopping import SignalHandlers, StopBoard
+from flashckpt.training.structure import Structures
 from flashckpt.types import Level, Outcome
 from flashckpt.workers import begin_in_thread
 
@@ -87,6 +89,7 @@ class CheckpointManager:
         self._keep_policy = keep_policy
         self._pre_snapshot = pre_snapshot
         self._recorder = Recorder(on_event)
+        self._structures = Structures()
         self._handle: SaveHandle | None = None  # of the newest save
         self._seen: int | None = None  # the step that `save` was last called for
         self._said: tuple[Mapping[str, Any] | None, Mapping[str, Any] | None] = (None, None)  # extra, compat with it
@@ -142,8 +145,8 @@ class CheckpointManager:
     def save(
         self,
         step: int,
-        last_step: bool = False,
         *,
+        last_step: bool = False,
         force: bool = False,
         persist: bool | None = None,
         permanent: bool | None = None,
@@ -217,6 +220,7 @@ class CheckpointManager:
                 overlap=overlap,
                 defers=self._state.changes_only_in_step() if overlap else None,
                 on_begin=self._gate.close_behind,
+                inspect=lambda flat, plan: self._structures.check(tuple(self._state.states), flat, plan, step),
             )
         handle.blocked_seconds += captured
         self._handle = handle
@@ -264,7 +268,7 @@ class CheckpointManager:
             self.prewarm(background=True)
         except LiveJobError:
             raise
-        except FlashError as error:
+        except (FlashError, OSError) as error:
             log.warning("no memory was made ahead of the first save, which will meet this too: %s", error)
 
     # --- load -----------------------------------------------------------------------------------------------
@@ -300,12 +304,15 @@ class CheckpointManager:
         LiveJobError; `take_over=True` takes the job from them, and their saves fail from then on.
         """
         self._check_free("load")
+        if step != -1:
+            check_step_to_load(step)
         self.maybe_wait_for_staging()
         excluded = self.config.exclude_from_loading if exclude_from_loading is None else exclude_from_loading
         self._check_names("exclude_from_loading", excluded)
         parts = tuple(part for part in self._state.parts if part not in excluded)
         kept = tuple({DATALOADER} - {*parts, *excluded})
         wish = Wish(parts, kept, strict, expect, on_mismatch)
+        self._structures.note({n: s for n, s in self._state.states.items() if n in parts}, "when load() was called")
         template = self._state.template((*parts, *kept))
         if path is not None:
             if step is not None:

@@ -15,6 +15,7 @@ from flashckpt.group import PrivateGroup
 from flashckpt.launch import agree_launch, agree_topology
 from flashckpt.load.memory import OwnMemory
 from flashckpt.load.take_over import highest_epoch
+from flashckpt.save.patience import Patience
 from flashckpt.save.slots import OwnSlots
 from flashckpt.store.slots import SlotStore
 from flashckpt.workers import on_main_thread, run_in_thread
@@ -61,7 +62,10 @@ def open_all(settings: Settings, process_group: dist.ProcessGroup | None, undo: 
     topology = agree_topology(group, settings, store.directory_id)
     threads = config.threads or default_threads(len(topology.node_ranks))
     launch = agree_launch(group, topology, highest_epoch(store, 0))
+    group.enroll(f"{settings.job}/{launch.nonce:016x}")
     slots, memory = _open_slots(group, settings, topology, store, launch, undo)
+    group.watch(slots.ended_ranks)
+    slots.patience = Patience(group.roll, slots.ended_ranks)
     return Opened(settings, group, store, topology, threads, slots, memory)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import contextlib
 import logging
 import threading
@@ -49,10 +50,11 @@ from flashckpt.types import Level, age_order
 from flashckpt.wire import Answer, Beat, Envelope, GetRefused, PutOpen, PutReady, PutRefused
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from flashckpt.agent.shell import Shell
     from flashckpt.credentials import Bundle
+    from flashckpt.rpc.api import TrainerState
     from flashckpt.types import Held, Launch, ShardId
     from flashckpt.wire import Body, GetOpen, PutHave
 
@@ -65,6 +67,7 @@ _MAX_UNSENT = 64  # messages that wait for one node; they are state, so that the
 _MAX_UNFINISHED = 4
 _MAX_SUSPENDED = 8  # half-received replicas, of all nodes, that wait for their sender to come back
 _SUSPENDED_SECONDS = 120.0
+_ASK_SECONDS = 2.0  # that another node may take to say which of its ranks live
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +184,8 @@ class Peers:
 
     def _hello(self) -> Hello:
         launch, fence = self._shell.standing()
-        return Hello(VERSION, self._shell.options.job, self._shell.options.node_id, self._address, launch, fence)
+        options, here = self._shell.options, self._shell.trainers.here()
+        return Hello(VERSION, options.job, options.node_id, self._address, launch, fence, here)
 
     def tell(self, peer: str, envelope: Envelope) -> Answer:
         failpoint("before_tell_taken")
@@ -455,6 +459,20 @@ class Peers:
             known[2].close()  # of an earlier launch, or an address where the node is no more
         return client
 
+    def trainers(self) -> list[TrainerState]:
+        """Ask all other nodes of the launch for their ranks. Nodes that do not answer soon are left out."""
+        asked = [self._senders.submit(self._trainers_of, node_id) for node_id in self._shell.others()]
+        concurrent.futures.wait(asked, _ASK_SECONDS)
+        return [one for answer in asked if answer.done() for one in answer.result()]
+
+    def _trainers_of(self, node_id: str) -> tuple[TrainerState, ...]:
+        try:
+            told = self.client(node_id).hello(self._hello(), _ASK_SECONDS).trainers
+        except FlashError as error:
+            _log.info("%s does not say which of its ranks live: %s", node_id, error.message)
+            return ()
+        return own_ranks(told, self._shell.ranks_of(node_id))
+
     # --- the end --------------------------------------------------------------------------------------------
 
     @property
@@ -507,6 +525,11 @@ class _Receiver:
     def fail(self, error: Exception) -> None:
         _log.warning("%s from %r: %s", self._opening.shard, self._peer, error)
         self._peers.failed(self._opening, self._incoming)
+
+
+def own_ranks(told: Sequence[TrainerState], ranks: Sequence[int]) -> tuple[TrainerState, ...]:
+    """Return what a node may say: it speaks for its own ranks, and nobody else may call a rank dead."""
+    return tuple(one for one in told if one.rank in ranks)
 
 
 def _abandon_all(suspended: list[_Suspended]) -> None:

@@ -463,6 +463,13 @@ class Shell:
         with self._lock:
             return tuple(self._core.peers)
 
+    def ranks_of(self, node_id: str) -> tuple[int, ...]:
+        """The ranks that the launch has on another node."""
+        with self._lock:
+            session = self._core.session
+        members = () if session is None else session.members
+        return next((member.ranks for member in members if member.node_id == node_id), ())
+
     def address_of(self, node_id: str) -> str:
         with self._lock:
             peer = self._core.peers.get(node_id)

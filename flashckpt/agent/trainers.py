@@ -28,7 +28,7 @@ from flashckpt.agent.messages import (
 from flashckpt.agent.standing import overtaken_by
 from flashckpt.errors import BusyError, ClosedError, DeadlineError, DeniedError, FencedError, IncompatibleError
 from flashckpt.failpoints import failpoint
-from flashckpt.rpc.api import VERSION, Lease, Overtaken, Progress
+from flashckpt.rpc.api import VERSION, Lease, Overtaken, Progress, TrainerState
 from flashckpt.store.owner import Owner, Vigil, is_dead, is_ending
 from flashckpt.types import Claimant, Fence, Launch
 
@@ -87,6 +87,7 @@ class Trainers:
         self._lock = threading.Lock()  # protects the two dictionaries; never held while the core is asked
         self._leases: dict[int, _Trainer] = {}
         self._requests: dict[int, _Request] = {}
+        self._ended: dict[int, str] = {}  # ranks without a lease: how the process of the last one ended
         self._numbers = itertools.count(1)
         self._closed = False
         self._started_at = time.monotonic()
@@ -126,6 +127,7 @@ class Trainers:
             lease = _Trainer(next(self._numbers), ticket, owner, Vigil(owner), rank, launch, claimed_at)
             lease.process = acts_for or owner.identity
             self._leases[lease.lease_id] = lease
+            self._ended.pop(rank, None)
             self.idle_since = None
         _log.info("rank %d, process %d: lease %d", rank, owner.pid, lease.lease_id)
         return self._lease(lease)
@@ -140,7 +142,7 @@ class Trainers:
             return None
 
     def bye(self, ticket: bytes) -> None:
-        self._end(self._find(ticket), "said goodbye")
+        self._end(self._find(ticket), "said goodbye", "has closed its Checkpointer")
 
     def end_dead(self) -> None:
         """Ends the leases of processes that are gone, and takes back what they were writing into."""
@@ -152,14 +154,16 @@ class Trainers:
             # before they could say so.
             self._shell.look_around()
         for lease in dead:
-            self._end(lease, "is gone")
+            self._end(lease, "is gone", _how_it_ended(lease.vigil))
         if dead:
             self._shell.store.reclaim()
 
-    def _end(self, lease: _Trainer, how: str) -> None:
+    def _end(self, lease: _Trainer, how: str, ended: str) -> None:
         with self._lock:
             if self._leases.pop(lease.lease_id, None) is None:
                 return
+            if all(other.rank != lease.rank for other in self._leases.values()):
+                self._ended[lease.rank] = f"rank {lease.rank} {ended} on {self._shell.options.node_id}"
             if not self._leases:
                 self.idle_since = time.monotonic()
             has_trainers = any(one.launch is not None for one in self._leases.values())
@@ -177,6 +181,23 @@ class Trainers:
                 if hmac.compare_digest(lease.ticket, ticket):
                     return lease
         raise DeniedError("no live lease has this ticket", hint="say hello again: the agent was restarted")
+
+    def here(self) -> tuple[TrainerState, ...]:
+        """Return the ranks of this node: live ones, and those that ended and have no successor here."""
+        self.end_dead()
+        with self._lock:
+            live = {lease.rank for lease in self._leases.values()}
+            ended = [TrainerState(rank, False, how) for rank, how in self._ended.items() if rank not in live]
+        return (*(TrainerState(rank, True) for rank in sorted(live)), *ended)
+
+    def trainers(self, ticket: bytes) -> tuple[TrainerState, ...]:
+        """The same for all nodes of the launch. A rank that lives on one node has ended on no other."""
+        self._find(ticket)
+        found: dict[int, TrainerState] = {}
+        for one in (*self.here(), *self._shell.peers.trainers()):
+            if one.lives or one.rank not in found:
+                found[one.rank] = one
+        return tuple(found.values())
 
     # --- launches -------------------------------------------------------------------------------------------
 
@@ -411,6 +432,13 @@ class Trainers:
     def leases(self) -> list[dict[str, int]]:
         with self._lock:
             return [{"rank": one.rank, "pid": one.owner.pid} for one in self._leases.values()]
+
+
+def _how_it_ended(vigil: Vigil) -> str:
+    code = vigil.exit_code()
+    if code is None:
+        return "ended"
+    return f"ended (signal {-code})" if code < 0 else f"ended (exit code {code})"
 
 
 def _offer(news: queue.Queue[Progress | Overtaken | None] | None, one: Progress | Overtaken | None) -> None:

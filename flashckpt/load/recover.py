@@ -339,7 +339,7 @@ class Recovery:
                 f"{generation}: {len(surplus)} keys of the checkpoint are in no rank's state dict, "
                 f"e.g. {', '.join(map(repr, surplus[:5]))}",
                 hint="add them (a fresh optimizer has no state yet: see get_optimizer_state_dict), "
-                "or pass strict=False or keys=[…]",
+                "or pass strict=False or keys=[…]; a part whose structure changes is saved as flashckpt.Whole(…)",
                 keys=surplus,
             )
         planned = time.perf_counter()

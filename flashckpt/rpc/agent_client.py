@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
 
     from flashckpt.credentials import Bundle
-    from flashckpt.rpc.api import Lease, Overtaken, Progress, RetrieveNews
+    from flashckpt.rpc.api import Lease, Overtaken, Progress, RetrieveNews, TrainerState
     from flashckpt.store.owner import Owner
     from flashckpt.types import Claimant, Fence, Generation, Launch, NodeInventory, Retrieval, Session, ShardId
 
@@ -200,6 +200,10 @@ class AgentClient:
             )
         for data in self._stream("Retrieve", ticket, request, timeout + _GRACE):
             yield convert_load.from_news(convert.parse(agent_pb2.RetrieveResponse, data, "Retrieve's answer"))
+
+    def trainers(self, ticket: bytes) -> tuple[TrainerState, ...]:
+        data = self._call("Trainers", ticket, agent_pb2.TrainersRequest)
+        return convert.from_trainers(convert.parse(agent_pb2.TrainersResponse, data, "Trainers' answer").trainers)
 
     def bye(self, ticket: bytes) -> None:
         self._call("Bye", ticket, agent_pb2.ByeRequest)

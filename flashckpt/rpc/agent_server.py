@@ -59,6 +59,7 @@ class AgentServer:
             "Flush": self._flush,
             "Void": self._void,
             "Inventory": self._inventory,
+            "Trainers": self._trainers,
             "Bye": self._bye,
             "Status": self._status,
             "Stop": self._stop,
@@ -222,6 +223,11 @@ class AgentServer:
         there: Iterator[RetrieveNews] = _while_there(call, self._api.retrieve(call.caller.ticket, retrievals, timeout))
         for news in there:
             yield convert_load.to_news(news).SerializeToString()
+
+    def _trainers(self, data: bytes, call: Call) -> bytes:
+        convert.parse(agent_pb2.TrainersRequest, data, "Trainers")
+        trainers = [convert.to_trainer(one) for one in self._api.trainers(call.caller.ticket)]
+        return agent_pb2.TrainersResponse(trainers=trainers).SerializeToString()
 
     def _bye(self, data: bytes, call: Call) -> bytes:
         convert.parse(agent_pb2.ByeRequest, data, "Bye")

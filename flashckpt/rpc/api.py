@@ -122,6 +122,15 @@ class RetrieveFailed:
 RetrieveNews = RetrieveProgress | Retrieved | RetrieveFailed
 
 
+@dataclass(frozen=True, slots=True)
+class TrainerState:
+    """A rank whose process an agent knows."""
+
+    rank: int
+    lives: bool
+    how: str = ""  # how it ended
+
+
 class AgentApi(Protocol):
     """A node's agent as its trainers and its operator see it. Every call comes from a thread of its own.
 
@@ -180,6 +189,9 @@ class AgentApi(Protocol):
         """Progress, then Retrieved or RetrieveFailed. After Retrieved it goes on until it is closed, and what was
         fetched in part goes with it. None says that nothing is new, so that a caller who left is noticed."""
 
+    def trainers(self, ticket: bytes) -> tuple[TrainerState, ...]:
+        """Ranks of the launch, on all nodes that answer at once; those that no node knows are left out."""
+
     def bye(self, ticket: bytes) -> None: ...
 
     def status(self) -> dict[str, Any]:
@@ -198,6 +210,7 @@ class Hello:
     address: str  # "" where the speaker can't be reached
     launch: Launch | None  # the newest one the speaker has seen
     fence: Fence | None
+    trainers: tuple[TrainerState, ...] = ()  # of the speaker's node
 
 
 class Receiver(Protocol):

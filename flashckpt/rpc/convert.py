@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 from flashckpt import wire
 from flashckpt.credentials import Bundle
 from flashckpt.errors import IncompatibleError
-from flashckpt.rpc.api import Hello, Lease, Overtaken, Progress
+from flashckpt.rpc.api import Hello, Lease, Overtaken, Progress, TrainerState
 from flashckpt.rpc.checks import DIGEST_BYTES as DIGEST_BYTES
 from flashckpt.rpc.checks import MAX_NAME_BYTES as _MAX_NAME_BYTES
 from flashckpt.rpc.checks import MAX_TEXT_BYTES as _MAX_TEXT_BYTES
@@ -63,6 +63,7 @@ _MAX_VOIDS = 1 << 10
 _MAX_CONCURRENCY = 1 << 10
 _MAX_KEEP_STEPS = 1 << 16
 _MAX_HELD = 1 << 16
+_MAX_TRAINERS = 1 << 16
 _MAX_COPIES = 1 << 8
 _MAX_SHOWN = 1 << 7  # of the lists in a summary for people
 _MAX_TICKET_BYTES = 64
@@ -343,6 +344,15 @@ def from_progress(message: agent_pb2.WatchResponse) -> Progress | Overtaken:
 # --- between agents
 
 
+def to_trainer(trainer: TrainerState) -> common_pb2.Trainer:
+    return common_pb2.Trainer(rank=trainer.rank, lives=trainer.lives, how=trainer.how)
+
+
+def from_trainers(messages: Sequence[common_pb2.Trainer]) -> tuple[TrainerState, ...]:
+    known = _bounded(messages, "trainers", _MAX_TRAINERS)
+    return tuple(TrainerState(one.rank, one.lives, _line(one.how, "how")) for one in known)
+
+
 def to_hello(hello: Hello, receiver: str) -> peer_pb2.PeerHello:
     return peer_pb2.PeerHello(
         version=hello.version,
@@ -352,6 +362,7 @@ def to_hello(hello: Hello, receiver: str) -> peer_pb2.PeerHello:
         launch=maybe(hello.launch, to_launch),
         fence=maybe(hello.fence, to_fence),
         receiver=receiver,
+        trainers=[to_trainer(one) for one in hello.trainers],
     )
 
 
@@ -364,6 +375,7 @@ def from_hello(message: peer_pb2.PeerHello) -> tuple[Hello, str]:
         _address(message.address),
         optional(message, "launch", from_launch),
         optional(message, "fence", from_fence),
+        from_trainers(message.trainers),
     )
     return hello, name(message.receiver, "receiver")
 

@@ -30,6 +30,7 @@ ROLES: dict[str, frozenset[Role]] = {
     "/flashckpt.v1.Agent/Watch": _LEASED,
     "/flashckpt.v1.Agent/Inventory": _LEASED,
     "/flashckpt.v1.Agent/Retrieve": _LEASED,
+    "/flashckpt.v1.Agent/Trainers": _LEASED,
     "/flashckpt.v1.Agent/Bye": _LEASED,
     "/flashckpt.v1.Agent/Status": _LOCAL,
     "/flashckpt.v1.Agent/Stop": _LOCAL,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -9,10 +10,11 @@ import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from flashckpt.errors import ConfigError, FencedError, NotFoundError
+from flashckpt.errors import BusyError, ConfigError, FencedError, FlashError, NotFoundError
 from flashckpt.placement import place
 from flashckpt.rpc.api import Overtaken
 from flashckpt.save.flush_news import FlushNews
+from flashckpt.save.patience import LOOK_SECONDS, Patience
 from flashckpt.save.slots import lacking
 from flashckpt.types import Launch, Level, Session, age_order
 from flashckpt.workers import Pending, Worker
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from flashckpt.types import Claimant, Fence, Generation, ShardId
 
 log = logging.getLogger(__name__)
+
+_ASK_SECONDS = 5.0
 
 
 class AgentSlots:
@@ -52,6 +56,7 @@ class AgentSlots:
         self._begun: tuple[Launch, bytes] | None = None  # the launch that this lease's agent knows we are in
         self.memory: SlotMemory | None = None
         self.flushes = FlushNews()
+        self.patience = Patience()
         self.on_overtaken: Callable[[str], None] = lambda reason: None
         self._told: Pending[None] | None = None  # the last message to the agent that is sent in the background
         self._lock = threading.Lock()  # protects what follows: the link's thread brings news
@@ -109,12 +114,25 @@ class AgentSlots:
         self.begin()
         # The agent takes a request for the next slot as a sign that the one before came to nothing, unless it was told.
         self._wait_until_told(deadline)
-        slot_id = self._link.call(
-            lambda client, ticket, left: client.acquire(ticket, shard, size_bytes, self._config.on_busy, left),
-            max(0.1, deadline - time.monotonic()),
-            "asking for a slot",
-        )
+        slot_id = self._ask_for_slot(shard, size_bytes, deadline)
+        self.patience.served()
         return self._store.attach(slot_id, size_bytes)
+
+    def _ask_for_slot(self, shard: ShardId, size_bytes: int, deadline: float) -> int:
+        """Ask again every second while the agent has none, and look meanwhile who is missing."""
+        began, step = time.monotonic(), shard.generation.step
+        while True:
+            may_wait = self._config.on_busy == "wait" and self.patience.is_left
+            ask = functools.partial(_acquire, shard, size_bytes, "wait" if may_wait else "skip")
+            try:
+                return self._link.call(ask, max(0.1, deadline - time.monotonic()), "asking for a slot")
+            except BusyError as error:
+                now, reason = time.monotonic(), error.message
+                if may_wait and now < deadline and self.patience.look(step, now - began, reason):
+                    continue
+                if may_wait:
+                    self.patience.exhaust()
+                raise BusyError(f"{reason}{self.patience.who(step)}", hint=error.hint, **error.fields) from error
 
     def sealed(self, sealed: Sealed) -> None:
         self._tell(
@@ -139,6 +157,16 @@ class AgentSlots:
         )
         # The agent has made the memory, and it is charged for it; to map it takes as long as a copy, and is ours to do.
         self._store.map_free(size_bytes, None if self.memory is None else self.memory.pin)
+
+    def ended_ranks(self) -> dict[int, str]:
+        try:
+            trainers = self._link.call(
+                lambda client, ticket, _: client.trainers(ticket), _ASK_SECONDS, "asking which ranks live"
+            )
+        except FlashError as error:
+            log.info("which ranks live is not known: %s", error)
+            return {}
+        return {one.rank: one.how for one in trainers if not one.lives}
 
     def follow(self, handle: SaveHandle) -> None:
         if handle.generation is None:
@@ -254,6 +282,10 @@ class AgentSlots:
         for other in overtaken:
             # News of it may have been lost with an agent; it matters only where it never got there.
             other.stop(f"step {progress.generation.step} was {progress.level.name.lower()} before it")
+
+
+def _acquire(shard: ShardId, size_bytes: int, on_busy: str, client: AgentClient, ticket: bytes, left: float) -> int:
+    return client.acquire(ticket, shard, size_bytes, on_busy, min(left, LOOK_SECONDS))
 
 
 def _advance(handle: SaveHandle, progress: Progress) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from flashckpt.errors import AmbiguousHistoryError, ConfigError
@@ -11,6 +12,27 @@ from flashckpt.types import Generation, age_order
 if TYPE_CHECKING:
     from flashckpt.save.write import ShardWriter
     from flashckpt.store.slots import SlotStore
+
+
+def check_step_to_load(step: object) -> None:
+    """Raise ConfigError if `step`, which a load is asked for, is neither a step nor None."""
+    if isinstance(step, (str, os.PathLike)):
+        raise ConfigError(
+            f"step: expected an integer or None, found {step!r}",
+            hint=f"to load what lies at a path: manager.load(path={os.fspath(step)!r}), or Checkpointer.load_path",
+        )
+    if step is not None and not _is_step(step):
+        raise ConfigError(f"step: expected an integer from 0 on or None, found {_shown(step)}")
+
+
+def _is_step(step: object) -> bool:
+    return isinstance(step, int) and not isinstance(step, bool) and 0 <= step < 1 << 62
+
+
+def _shown(value: object) -> str:
+    """Return `value` as text that fits into a message: a state dict does not."""
+    text = repr(value) if isinstance(value, (int, float, str, bytes)) else ""
+    return text if 0 < len(text) <= 80 else f"a {type(value).__name__}"
 
 
 class Attempts:
@@ -33,8 +55,8 @@ class Attempts:
         self._anchored = True
 
     def check(self, step: int) -> None:
-        if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 1 << 62:
-            raise ConfigError(f"step: expected an integer from 0 on, found {step!r}")
+        if not _is_step(step):
+            raise ConfigError(f"step: expected an integer from 0 on, found {_shown(step)}", hint="save(step, …)")
         if self._last_step is not None and step < self._last_step:
             raise ConfigError(
                 f"step {step} after step {self._last_step}: steps must not go down within a launch",

@@ -321,5 +321,5 @@ def _parse_level(level: str | Level) -> Level:
         return level
     try:
         return Level[level.upper()]
-    except KeyError:
+    except (KeyError, AttributeError):
         raise ConfigError(f"level: expected staged, sealed, replicated or persisted, found {level!r}") from None

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import atexit
+import errno
 import logging
+import os
+import weakref
 from typing import TYPE_CHECKING
 
 from flashckpt.errors import (
-    AgentError,
+    AmbiguousHistoryError,
     BusyError,
+    ClosedError,
+    ConfigError,
     ConflictError,
     FencedError,
+    FlashError,
+    InternalError,
     LiveJobError,
-    OtherRankError,
+    NoSpaceError,
+    StorageError,
+    StructureError,
     UnsupportedValueError,
 )
 from flashckpt.save.handle import SaveHandle
@@ -22,10 +32,43 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# What a save may end in through no fault of the caller's; everything else is raised. Once ranks agree on what is to be
-# saved, all that goes wrong is an outcome, except a tensor that can't be saved after all and a misuse such as a fork.
-OUTCOMES = (OSError, BusyError, FencedError, OtherRankError, AgentError)
-CALLERS_FAULT = (UnsupportedValueError, ConflictError, LiveJobError)
+# What a save raises wherever it comes up: a state that can't be saved, and calls that must not be made like that (a
+# wrong step, two calls at once, a fork, a closed object, a history that was not loaded). What the caller's own code
+# raises while its state is read is raised too. All else is an outcome.
+CALLERS_FAULT = (
+    UnsupportedValueError,
+    StructureError,
+    ConfigError,
+    ConflictError,
+    ClosedError,
+    AmbiguousHistoryError,
+    LiveJobError,
+)
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
+
+
+def as_flash_error(error: Exception) -> FlashError:
+    """Return the error of ours that stands for `error`: itself, or one with `error` as its cause."""
+    if isinstance(error, FlashError):
+        return error
+    found = f"{type(error).__name__}: {error}"
+    mapped: FlashError
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _NO_ROOM):
+        mapped = NoSpaceError(f"the save needs memory that this node does not have: {found}")
+    elif isinstance(error, OSError):
+        mapped = StorageError(f"the memory directory, or a file in it, could not be used: {found}")
+    else:
+        mapped = InternalError(f"the save failed unexpectedly: {found}")
+    mapped.__cause__ = error
+    return mapped
+
+
+def is_raised(error: Exception, *, reads_state: bool) -> bool:
+    """Return True if the caller is to blame, so that save() raises. `reads_state`: raised while the state was read."""
+    if isinstance(error, CALLERS_FAULT):
+        return True
+    # Not another rank's error or a deadline: those come from the exchange that follows a failure to read the state.
+    return reads_state and not isinstance(error, (FlashError, MemoryError))
 
 
 class Outcomes:
@@ -35,8 +78,44 @@ class Outcomes:
         self._config = config
         self.counts = {outcome.value: 0 for outcome in Outcome}
         self.last_problem = ""
+        self._whose, self._pid = "", 0  # the process that saves; a fork has nothing to tell
+        self._newest: int | None = None  # the newest step that was saved
+        self._in_vain = 0  # saves since then that failed or were skipped
+        self._has_told = False
         self.overtaken = ""  # why no save of this launch counts any more; "": none has taken the job over
         self._lost = 0  # saves that failed since
+
+    def belong_to(self, whose: str) -> None:
+        """Note whose saves these are, for messages. From now on the end of the process tells how they ended."""
+        self._whose, self._pid = whose, os.getpid()
+        if not _living:
+            atexit.register(_tell_all)
+        _living.add(self)
+
+    def tell_end(self) -> None:
+        """Log an error if the saves came to nothing in the end. Once."""
+        _living.discard(self)
+        if self._has_told or not self._in_vain or self._pid != os.getpid():
+            return
+        self._has_told = True
+        tried = sum(self.counts.values())
+        if self._newest is None:
+            log.error(
+                "%s: NO CHECKPOINT WAS SAVED: %d of %d saves failed. The last reason: %s",
+                self._whose,
+                self._in_vain,
+                tried,
+                self.last_problem,
+            )
+        elif self.counts[Outcome.FAILED.value] or self._config.on_busy == "wait":
+            log.error(
+                "%s: the last %d of %d saves failed; the newest that was saved is step %d. The last reason: %s",
+                self._whose,
+                self._in_vain,
+                tried,
+                self._newest,
+                self.last_problem,
+            )
 
     def begin(self) -> None:
         """Another launch of this process, which has taken the job itself."""
@@ -55,7 +134,10 @@ class Outcomes:
 
     def say_goodbye(self) -> None:
         """At the end, where a log line in the middle may have been missed."""
-        if self.overtaken:
+        if not self.overtaken:
+            self.tell_end()
+        elif not self._has_told:
+            self._has_told = True
             log.error("%d saves failed since this training lost its job: %s", self._lost, self.overtaken)
 
     def skipped(self, step: int, reason: str) -> SaveHandle:
@@ -63,20 +145,36 @@ class Outcomes:
         return self.ended(SaveHandle(step, None, Level.SEALED), Outcome.SKIPPED, reason)
 
     def failed(self, handle: SaveHandle, error: Exception) -> SaveHandle:
-        """Raises it, where the configuration says so."""
-        outcome = Outcome.SKIPPED if isinstance(error, BusyError) else Outcome.FAILED
-        if isinstance(error, FencedError):
-            self.note_overtaken(error.message)
+        """Raises it, as a FlashError, where the configuration says so."""
+        known = as_flash_error(error)
+        outcome = Outcome.SKIPPED if isinstance(known, BusyError) else Outcome.FAILED
+        unexpected = isinstance(known, InternalError)
+        if isinstance(known, FencedError):
+            self.note_overtaken(known.message)
             self._lost += 1
-        log.warning("step %d not saved (%s): %s", handle.step, outcome.value, error)
-        self.ended(handle, outcome, str(error), error)
+        log.warning(
+            "step %d not saved (%s): %s", handle.step, outcome.value, known, exc_info=error if unexpected else None
+        )
+        self.ended(handle, outcome, str(known), known)
         if self._config.on_save_error == "raise":
-            raise error
+            raise known
         return handle
 
     def ended(self, handle: SaveHandle, outcome: Outcome, reason: str, error: Exception | None = None) -> SaveHandle:
         self.counts[outcome.value] += 1
+        if outcome is Outcome.OK:
+            self._newest, self._in_vain = handle.step, 0
+        elif handle.generation is not None or outcome is Outcome.FAILED:  # else saving is disabled
+            self._in_vain += 1
         if reason:
             self.last_problem = reason
         handle.finish(outcome, reason, error)
         return handle
+
+
+_living: weakref.WeakSet[Outcomes] = weakref.WeakSet()
+
+
+def _tell_all() -> None:
+    for outcomes in list(_living):
+        outcomes.say_goodbye()

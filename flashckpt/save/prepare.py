@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import struct
 from collections.abc import Mapping
@@ -9,13 +10,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from flashckpt.collector import collector_paused
-from flashckpt.errors import ConfigError, OtherRankError
+from flashckpt.errors import ConfigError, FlashError, OtherRankError
 from flashckpt.save.plan import Planner, SavePlan
 from flashckpt.save.same import NOTHING, Comparer, Summary
 from flashckpt.save.values import KnownPaths, pack
 from flashckpt.state.flatten import Flat, flatten
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from flashckpt.config import CheckpointConfig
     from flashckpt.group import PrivateGroup
     from flashckpt.save.write import ShardWriter
@@ -63,27 +66,54 @@ class Preparer:
         self._agreed = False  # ranks compared what they are going to store
         self._comparer = Comparer(topology, store, job, enabled=config.same_on_ranks == "check")
 
+    @property
+    def is_collective(self) -> bool:
+        """Return True if the next save is collective: the first one. The same on all ranks."""
+        return not self._agreed or self._comparer.is_due
+
+    @property
+    def is_agreed(self) -> bool:
+        """Return True if the ranks have compared what they store, so that a prewarm is local."""
+        return self._agreed
+
     def prepare(
-        self, state_dict: Mapping[Any, Any], extra: Mapping[str, Any] | None, generation: Generation | None = None
+        self,
+        state_dict: Mapping[Any, Any],
+        extra: Mapping[str, Any] | None,
+        generation: Generation | None = None,
+        inspect: Callable[[Flat, SavePlan], None] | None = None,
     ) -> Prepared:
-        """Prepare a state dict, which causes any error. `generation`: what is saved; None: only slots are made."""
+        """Prepare a state dict, which causes any error. `generation`: what is saved; None: only slots are made.
+
+        `inspect` may refuse it by raising.
+        """
         try:
-            _check_mapping("state dict", state_dict)
-            _check_mapping("extra", {} if extra is None else extra)
+            check_mapping("state dict", state_dict)
+            check_mapping("extra", {} if extra is None else extra)
             with collector_paused():
                 flat = flatten(state_dict)
                 plan = self._planner.plan(flat)
+                if inspect is not None:
+                    inspect(flat, plan)
                 sample: tuple[int, ...] = ()
                 if self._agreed and generation is not None:
-                    sample = self._comparer.sample(flat, plan, generation)
+                    sample = self._sampled(flat, plan, generation)
                 return self._packed(Prepared(flat, plan, b"", extra, sample, generation is not None))
         except Exception:
-            if not self._agreed:
-                # The others are on their way to the comparison: an empty answer tells them not to wait.
-                self._group.gather(b"", _COMPARING)
-            elif self._comparer.is_due and generation is not None:
-                self._comparer.meet(self._group, None, None)
+            if generation is not None or not self._agreed:
+                self.withdraw()
             raise
+
+    def withdraw(self) -> None:
+        """Tell the other ranks, which are on their way to the comparison, not to wait. Collective, as `agree` is.
+
+        Never raises: the caller has an error of its own to raise.
+        """
+        with contextlib.suppress(FlashError):
+            if not self._agreed:
+                self._group.gather(b"", _COMPARING)
+            elif self._comparer.is_due:
+                self._comparer.meet(self._group, None, None)
 
     def agree(self, prepared: Prepared) -> Prepared:
         """Compare, at the first call, the shared tensors and the needed memory on all ranks: collective, then local.
@@ -120,6 +150,14 @@ class Preparer:
         self._store.check_budget(sum(answers[rank][1] for rank in here))
         return prepared
 
+    def _sampled(self, flat: Flat, plan: SavePlan, generation: Generation) -> tuple[int, ...]:
+        """Return checksums for the comparison between ranks; none where they can't be taken: it is only a warning."""
+        try:
+            return self._comparer.sample(flat, plan, generation)
+        except Exception as error:
+            log.warning("step %d: no checksums to compare between ranks: %r", generation.step, error)
+            return ()
+
     def _packed(self, prepared: Prepared) -> Prepared:
         """Return it with its values packed as its plan needs them."""
         values = pack(
@@ -150,6 +188,7 @@ class Preparer:
             self._planner.dedup = False
 
 
-def _check_mapping(what: str, value: object) -> None:
+def check_mapping(what: str, value: object) -> None:
+    """Raise ConfigError if `value` is no mapping."""
     if not isinstance(value, Mapping):
         raise ConfigError(f"{what}: expected a mapping, found a {type(value).__name__}")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from flashckpt.errors import BusyError, ConfigError, FlashError
 from flashckpt.failpoints import failpoint
 from flashckpt.save.flush_news import FlushNews
+from flashckpt.save.patience import Patience
 from flashckpt.save.retention import State, Verdict, judge, releasable
 from flashckpt.store.owner import Owner, is_dead
 from flashckpt.types import age_order
@@ -46,6 +47,8 @@ class Slots(Protocol):
 
     memory: SlotMemory | None
     """Set by the writer, before any slot is made."""
+    patience: Patience
+    """Replaced once the ranks know each other."""
 
     flushes: FlushNews
     """What becomes of flushes to persist_dir."""
@@ -89,6 +92,9 @@ class Slots(Protocol):
     def follow(self, handle: SaveHandle) -> None:
         """Tells the handle of every further level that its generation reaches."""
 
+    def ended_ranks(self) -> dict[int, str]:
+        """Ranks whose processes have ended, or closed, as far as it is known; and how, for a message. Never raises."""
+
     def flush(self, step: int | None) -> Generation:
         """Asks for the newest committed generation, or that of `step`, in the persistent tier. Does not wait."""
 
@@ -109,6 +115,7 @@ class OwnSlots:
         self._trimmed = False
         self.memory: SlotMemory | None = None
         self.flushes = FlushNews()
+        self.patience = Patience()
         self.on_overtaken: Callable[[str], None] = lambda reason: None
 
     @property
@@ -136,7 +143,7 @@ class OwnSlots:
         """Recycled from what may go; waits or refuses where nothing may go yet."""
         if self.memory is not None:
             self.memory.keep_only(size_bytes)
-        deadline = time.monotonic() + self._config.save_timeout
+        began = time.monotonic()
         me = Owner.current()
         while True:
             scan, verdicts = judge_store(self._store, self.launch)
@@ -144,6 +151,7 @@ class OwnSlots:
             mine = [one for one in scan if one.writer == me]
             self._release_left_behind([one for one in scan if one.writer != me], free, shard)
             if len(mine) < self._config.slots:
+                self.patience.served()
                 return self._store.claim(size_bytes)
             if not self._trimmed:
                 # All slots of our own: what earlier processes left (of another world size, say) is nobody's any more.
@@ -153,8 +161,9 @@ class OwnSlots:
             if oldest is not None:
                 failpoint("before_recycle")
                 self._store.release(oldest)
+                self.patience.served()
                 return self._store.claim(size_bytes)
-            self._wait_or_refuse(shard, verdicts, deadline)
+            self._wait_or_refuse(shard, verdicts, began)
 
     def sealed(self, sealed: Sealed) -> None:
         """The others see it in the directory."""
@@ -173,6 +182,10 @@ class OwnSlots:
 
     def follow(self, handle: SaveHandle) -> None:
         """Sealed is as far as it gets."""
+
+    def ended_ranks(self) -> dict[int, str]:
+        """Nobody watches them without an agent."""
+        return {}
 
     def flush(self, step: int | None) -> Generation:
         raise ConfigError(
@@ -196,15 +209,25 @@ class OwnSlots:
             if one.shard.generation in free and one.shard.rank % shard.world == shard.rank and is_dead(one.writer):
                 self._store.release(one)
 
-    def _wait_or_refuse(self, shard: ShardId, verdicts: dict[Generation, Verdict], deadline: float) -> None:
-        pending = "; ".join(f"{g}: {v.reason}" for g, v in verdicts.items() if v.state is State.PENDING)
-        if self._config.on_busy == "skip" or time.monotonic() > deadline:
-            raise BusyError(
-                f"{shard}: all {self._config.slots} slots hold generations that are still needed; {pending}",
-                hint="save less often, raise slots_per_rank, or look for the ranks that lag",
-                step=shard.generation.step,
-            )
-        time.sleep(_POLL_SECONDS)
+    def _wait_or_refuse(self, shard: ShardId, verdicts: dict[Generation, Verdict], began: float) -> None:
+        step, waited = shard.generation.step, time.monotonic() - began
+        may_wait = self._config.on_busy == "wait" and self.patience.is_left
+        in_time = may_wait and waited < self._config.save_timeout
+        if in_time and self.patience.look(step, waited, lambda: _pending(verdicts)):
+            time.sleep(_POLL_SECONDS)
+            return
+        if may_wait:
+            self.patience.exhaust()
+        raise BusyError(
+            f"{shard}: all {self._config.slots} slots hold generations that are still needed; {_pending(verdicts)}"
+            f"{self.patience.who(step)}",
+            hint="save less often, raise slots_per_rank, or look for the ranks that lag",
+            step=step,
+        )
+
+
+def _pending(verdicts: dict[Generation, Verdict]) -> str:
+    return "; ".join(f"{g}: {v.reason}" for g, v in verdicts.items() if v.state is State.PENDING)
 
 
 def lacking(store: SlotStore, rank: int, slots: int) -> int:

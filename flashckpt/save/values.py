@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 # Beside the user's keys; no flattened key begins with this character.
 _EXTRA, _PATHS, _PER_RANK, _TENSORS = "\x1fextra", "\x1fpaths", "\x1fper_rank", "\x1ftensors"
+# Skipped where values are searched for tensors.
+_ALWAYS_ENCODED = frozenset({Encoded, bool, int, float, str, bytes, type(None)})
 _ASSUMED, _SAMPLE = "\x1fassumed", "\x1fsample"
 
 
@@ -95,7 +98,7 @@ def _made_encodable(packed: dict[str, Any], allow_torch_save: bool, error: Unsup
     result, with_tensors = {}, []
     for key, value in packed.items():
         result[key] = value
-        if _encodes(value):
+        if type(value) in _ALWAYS_ENCODED or (not _holds_tensor(value) and _encodes(value)):
             continue
         result[key] = _tensors_out(value)
         if _encodes(result[key]):
@@ -126,7 +129,16 @@ def _tensors_out(value: Any) -> Any:
         return {_TENSORS: (data.dtype, tuple(data.shape), as_bits(data).numpy().tobytes())}
     if type(value) in (list, tuple):
         return type(value)(map(_tensors_out, value))
-    return {key: _tensors_out(item) for key, item in value.items()} if type(value) is dict else value
+    if type(value) in (dict, OrderedDict):
+        return type(value)((key, _tensors_out(item)) for key, item in value.items())
+    return value
+
+
+def _holds_tensor(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return True
+    items = value.values() if type(value) in (dict, OrderedDict) else value if type(value) in (list, tuple) else ()
+    return any(map(_holds_tensor, items))
 
 
 def _tensors_in(value: Any) -> Any:
@@ -137,7 +149,9 @@ def _tensors_in(value: Any) -> Any:
         )
     if type(value) in (list, tuple):
         return type(value)(map(_tensors_in, value))
-    return {key: _tensors_in(item) for key, item in value.items()} if type(value) is dict else value
+    if type(value) in (dict, OrderedDict):
+        return type(value)((key, _tensors_in(item)) for key, item in value.items())
+    return value
 
 
 def unpack(blob: bytes | bytearray) -> Values:

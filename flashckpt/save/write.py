@@ -39,7 +39,7 @@ _POLL_SECONDS = 0.002
 class Written:
     """A sealed shard and what it cost."""
 
-    sealed: Sealed
+    size_bytes: int  # of the shard's file; the agent may have released the shard since
     timings: SaveTimings
 
 
@@ -132,7 +132,9 @@ class ShardWriter:
             if deferred is not None:
                 deferred.blame(error)
             raise
-        return Written(sealed, SaveTimings(0.0, claimed - began, copied - claimed, time.perf_counter() - copied))
+        return Written(
+            slot.size_bytes, SaveTimings(0.0, claimed - began, copied - claimed, time.perf_counter() - copied)
+        )
 
     def geometry(self, plan: SavePlan, values: bytes) -> Geometry:
         # The blob's length wobbles from save to save (a counter gains a digit): leave room, so that the slot

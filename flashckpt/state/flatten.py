@@ -36,17 +36,58 @@ class PerRank:
         return f"PerRank({self.value!r})"
 
 
-class Whole:
+class OneValue:
     """Marks a part that is one value, whatever it holds: its structure may differ between save and load.
 
-    A data loader's state in the middle of an epoch has other keys than at its start. Small tensors inside are fine.
+    A load replaces `value`. Users have `Whole`, which a load fills in place.
     """
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
+    def taken(self) -> Any:
+        """Return the value to save."""
+        return self.value
+
+    def give_back(self, value: Any) -> None:
+        """Take what was loaded."""
+        self.value = value
+
     def __repr__(self) -> str:
-        return f"Whole({self.value!r})"
+        return f"{type(self).__name__}({self.value!r})"
+
+
+class Whole(OneValue):
+    """Marks a part of the state dict that is one value, whose structure may be another one at each save and load.
+
+    Without it, each tensor in a list or mapping is saved under a key of its own, and a load expects the same keys and
+    shapes. A replay buffer that grows, the history of a metric, an optimizer that a step gives more state: these go
+    into `Whole(…)`. It holds plain tensors, containers and plain values, at most 1 GiB of them on a rank.
+
+    A load gives an object with `load_state_dict` what its `state_dict` gave; it fills a list, dict or set in place;
+    `value` holds what was loaded otherwise. Tensors come back in host memory.
+    """
+
+    def taken(self) -> Any:
+        """Return the value to save."""
+        return self.value.state_dict() if _is_stateful(self.value) else self.value
+
+    def give_back(self, value: Any) -> None:
+        """Fill what this holds with `value`, in place where that is possible."""
+        held = self.value
+        if isinstance(held, PerRank):
+            held = held.value
+        if _is_stateful(held):
+            held.load_state_dict(value)
+        elif isinstance(held, list) and type(held) is type(value):
+            held[:] = value
+        elif isinstance(held, (dict, set)) and type(held) is type(value):
+            held.clear()
+            held.update(value)
+        elif isinstance(self.value, PerRank):
+            self.value.value = value
+        else:
+            self.value = value
 
 
 @dataclass(slots=True)
@@ -93,8 +134,10 @@ def _walk(flat: Flat, fqn: str, path: Path, value: Any, per_rank: bool) -> None:
             _walk(flat, f"{fqn}.{index}", (*path, index), item, per_rank)
     elif isinstance(value, PerRank):
         _walk(flat, fqn, path, value.value, True)
-    elif isinstance(value, Whole):
-        _put(flat, flat.values, fqn, path, value.value, per_rank)
+    elif isinstance(value, OneValue):
+        own = isinstance(value.value, PerRank)
+        taken = type(value)(value.value.value).taken() if own else value.taken()
+        _put(flat, flat.values, fqn, path, taken, per_rank or own)
     elif _is_stateful(value):
         flat.statefuls[fqn] = value.state_dict()
         _walk(flat, fqn, path, flat.statefuls[fqn], per_rank)
@@ -124,7 +167,7 @@ def _is_wrapper(value: Any) -> bool:
 
 def _holds_tensors(value: Any) -> bool:
     for item in value:
-        if isinstance(item, (torch.Tensor, Mapping, PerRank, Whole)) or _is_stateful(item):
+        if isinstance(item, (torch.Tensor, Mapping, PerRank, OneValue)) or _is_stateful(item):
             return True
         if isinstance(item, (list, tuple)) and _holds_tensors(item):
             return True
@@ -171,8 +214,9 @@ def _rebuild(flat: Flat, values: Mapping[str, Any], owners: Collection[str], fqn
     if isinstance(value, PerRank):
         value.value = _rebuild(flat, values, owners, fqn, value.value)
         return value
-    if isinstance(value, Whole):
-        value.value = values.get(fqn, value.value)
+    if isinstance(value, OneValue):
+        if fqn in values:
+            value.give_back(values[fqn])
         return value
     if isinstance(value, Mapping) and value:
         rebuilt = {key: _rebuild(flat, values, owners, f"{fqn}.{key}", item) for key, item in value.items()}

@@ -6,9 +6,11 @@ and go on writing through its mapping. Doubt therefore always means "alive".
 
 from __future__ import annotations
 
+import fcntl
 import os
 import select
 import signal
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +20,10 @@ BOOT_ID_PATH = Path("/proc/sys/kernel/random/boot_id")
 _PROC = Path("/proc")
 # The inode of the time namespace that every process starts in; the kernel fixes the number.
 _INITIAL_TIME_NAMESPACE = 0xEFFFFFFA
+# linux/pidfd.h: _IOWR(0xFF, 11, struct pidfd_info), in its first, 64-byte form; the exit status comes last in it.
+_PIDFD_INFO_BYTES = 64
+_PIDFD_GET_INFO = 3 << 30 | _PIDFD_INFO_BYTES << 16 | 0xFF << 8 | 11
+_PIDFD_INFO_EXIT = 1 << 3
 _PF_EXITING = 0x4  # of the flags in /proc/PID/stat
 _SIGKILL_BIT = 1 << (signal.SIGKILL - 1)
 
@@ -97,6 +103,15 @@ class Vigil:
     def is_dead(self) -> bool:
         return is_dead(self._owner) if self._pidfd is None else _has_exited(self._pidfd)
 
+    def exit_code(self) -> int | None:
+        """Return how a dead process ended: its exit code, or minus the signal's number. None: not known."""
+        if self._pidfd is None:
+            return None
+        status = _status_of_zombie(self._pidfd)
+        if status is None:
+            status = _status_of_reaped(self._pidfd)
+        return None if status is None else os.waitstatus_to_exitcode(status)
+
     def close(self) -> None:
         if self._pidfd is not None:
             os.close(self._pidfd)
@@ -116,6 +131,29 @@ def _pidfd_of(owner: Owner) -> int | None:
         return pidfd
     os.close(pidfd)
     return None
+
+
+def _status_of_zombie(pidfd: int) -> int | None:
+    """Return the wait status from /proc, where it stands until the parent has asked for it."""
+    try:
+        stat = (_PROC / _pid_in_proc(pidfd) / "stat").read_bytes()
+    except OSError:
+        return None
+    fields = stat[stat.rfind(b")") + 1 :].split()
+    return int(fields[49]) if len(fields) > 49 and fields[0] == b"Z" else None
+
+
+def _status_of_reaped(pidfd: int) -> int | None:
+    """Return the wait status from the descriptor itself: Linux 6.15 and newer."""
+    answer = bytearray(_PIDFD_INFO_BYTES)
+    struct.pack_into("<Q", answer, 0, _PIDFD_INFO_EXIT)
+    try:
+        fcntl.ioctl(pidfd, _PIDFD_GET_INFO, answer)
+    except OSError:
+        return None
+    known: int = struct.unpack_from("<Q", answer, 0)[0]
+    status: int = struct.unpack_from("<i", answer, _PIDFD_INFO_BYTES - 4)[0]
+    return status if known & _PIDFD_INFO_EXIT else None
 
 
 def read_boot_id8() -> str:

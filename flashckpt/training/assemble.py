@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.checkpoint.stateful import Stateful
 
 from flashckpt.errors import ConfigError
-from flashckpt.state.flatten import PerRank, Whole
+from flashckpt.state.flatten import OneValue, PerRank
 from flashckpt.training.model import ModelState, address_of, model_parts
 from flashckpt.training.optimizer import STATE, OptimizerState, own
 from flashckpt.training.rng import capture_rng
@@ -34,10 +34,10 @@ class Opaque:
         self.value: Any = None
         self.filled = False
 
-    def state_dict(self) -> Whole:
-        return Whole(None)
+    def state_dict(self) -> OneValue:
+        return OneValue(None)
 
-    def load_state_dict(self, state: Whole) -> None:
+    def load_state_dict(self, state: OneValue) -> None:
         self.value, self.filled = state.value, True
         if self._hand_over is not None:
             self._hand_over(state.value)
@@ -136,11 +136,11 @@ class TrainingState:
         if part == OPTIMIZER and self.optimizer is not None:
             return self.optimizer.capture()
         if part == SCHEDULER:
-            return {str(number): Whole(one.state_dict()) for number, one in enumerate(self.schedulers)}
+            return {str(number): OneValue(one.state_dict()) for number, one in enumerate(self.schedulers)}
         if part == DATALOADER:
-            return PerRank(Whole(self.dataloader.state_dict()))
+            return PerRank(OneValue(self.dataloader.state_dict()))
         if part == RNG:
-            return PerRank(Whole(capture_rng()))
+            return PerRank(OneValue(capture_rng()))
         return self.states[part]
 
     def template(self, parts: Collection[str]) -> Template:
@@ -197,9 +197,12 @@ def _checked_states(states: Mapping[str, Any]) -> dict[str, Any]:
         if name in KNOWN:
             raise ConfigError(f"states: {name!r} is the name of a part of its own", hint=f"pass it as {name}=")
         inner = state.value if isinstance(state, PerRank) else state
+        if isinstance(inner, OneValue):
+            continue
         if not isinstance(inner, (Stateful, Mapping)):
             raise ConfigError(
                 f"states[{name!r}]: expected a mapping, or an object with state_dict() and load_state_dict(), "
-                f"found a {type(inner).__name__}"
+                f"found a {type(inner).__name__}",
+                hint=f"states={{{name!r}: flashckpt.Whole(…)}} saves a list, or anything else, as one value",
             )
     return dict(states)

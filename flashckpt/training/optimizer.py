@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from flashckpt.errors import ConfigError, InternalError, StructureError
 from flashckpt.format.values import encode_once
-from flashckpt.state.flatten import Whole, flatten
+from flashckpt.state.flatten import OneValue, flatten
 from flashckpt.state.sole import SoleTensor
 from flashckpt.training.names import Renaming
 from flashckpt.training.room import make_room, rehearse
@@ -129,7 +129,7 @@ class OptimizerState:
             state = _alone(told.state) if owned.sharded else told.state
             _merge(merged, state, told.groups, Renaming(), lambda options: encode_once(options) or options)
             if told.own:
-                merged[OWN][str(number)] = Whole(told.own)
+                merged[OWN][str(number)] = OneValue(told.own)
         return _without_empty(merged)
 
     def _tell(self, owned: Owned) -> _Told:
@@ -246,7 +246,7 @@ class OptimizerState:
             _merge(merged, room, told.groups, self.renaming, lambda options: options)
             merged[TENSORS].update(self._room_for_options(told, found))
             if own:
-                merged[OWN][str(number)] = Whole(None)
+                merged[OWN][str(number)] = OneValue(None)
             self._templates.append(_Template(owned, told, kept, own))
         return _without_empty(merged)
 
@@ -558,7 +558,7 @@ def _merge(
         tensors = {key: value for key, value in group.items() if isinstance(value, torch.Tensor)}
         formed = form({key: value for key, value in group.items() if key != "params" and key not in tensors})
         for name in group["params"]:
-            merged[GROUPS][renaming.saved_name(name)] = Whole(formed)
+            merged[GROUPS][renaming.saved_name(name)] = OneValue(formed)
             if tensors:
                 merged[TENSORS][renaming.saved_name(name)] = dict(tensors)
 

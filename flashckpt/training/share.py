@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from flashckpt.save.values import pack, unpack
-from flashckpt.state.flatten import Flat, Whole
+from flashckpt.state.flatten import Flat, OneValue
 
 if TYPE_CHECKING:
     from flashckpt.group import PrivateGroup
@@ -27,4 +27,4 @@ def dataloader_of_rank_0(dataloader: Opaque, group: PrivateGroup, saved_world: i
         log.warning(
             "rank %d is new (saved by %d ranks): its data loader goes on from rank 0's", group.rank, saved_world
         )
-        dataloader.load_state_dict(Whole(unpack(shared).values[_KEY]))
+        dataloader.load_state_dict(OneValue(unpack(shared).values[_KEY]))

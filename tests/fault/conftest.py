@@ -32,8 +32,9 @@ class Nursery:
         )
 
     def run(self, ranks, *, task="work", environment=None, **request):
-        """Extra keys: only_rank, kill_after, timeout; everything else goes to the task."""
-        options = {key: request.pop(key) for key in ("only_rank", "kill_after", "timeout") if key in request}
+        """Extra keys: only_rank, kill_after, timeout, spares (the others, if one is killed); all else is the task's."""
+        known = ("only_rank", "kill_after", "timeout", "spares")
+        options = {key: request.pop(key) for key in known if key in request}
         asked = {"ranks": ranks, "task": task, "environment": environment or {}, "arguments": request, **options}
         self._process.stdin.write(json.dumps(asked) + "\n")
         self._process.stdin.flush()

@@ -137,6 +137,7 @@ def strangers(memory_dir, what):
     config = flashckpt.CheckpointConfig(
         job=name if what == "job" else "work",
         memory_dir=f"{memory_dir}/{name}" if what == "memory_dir" else memory_dir,
+        interval=10 + dist.get_rank() if what == "interval" else 1,
         start_timeout=60,
     )
     try:
@@ -145,9 +146,16 @@ def strangers(memory_dir, what):
         print("refused", error, flush=True)
 
 
-def absent(memory_dir):
-    """Rank 1 does not come to the load."""
+def absent(memory_dir, from_start=False):
+    """Rank 1 does not come to the load, or already to the start."""
     config = flashckpt.CheckpointConfig(job="work", memory_dir=memory_dir, start_timeout=1)
+    if from_start:
+        if dist.get_rank() == 0:
+            try:
+                flashckpt.Checkpointer(config)
+            except flashckpt.DeadlineError as error:
+                print("gave", "up", error.message, flush=True)
+        return
     with flashckpt.Checkpointer(config) as checkpointer:
         if dist.get_rank() == 0:
             try:
@@ -268,7 +276,11 @@ def wait_all(children, request, has_spoken):
         if any(code > 0 for code in codes.values()):
             deadline = min(deadline, time.monotonic() + LAST_WORDS_SECONDS)
         late = time.monotonic() > deadline
-        if late or any(code < 0 for code in codes.values()) or (kill_at is not None and time.monotonic() > kill_at):
+        if (
+            late
+            or (any(code < 0 for code in codes.values()) and not request.get("spares"))
+            or (kill_at is not None and time.monotonic() > kill_at)
+        ):
             for pid in children:
                 if pid not in codes:
                     with contextlib.suppress(ProcessLookupError):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 
 import torch
@@ -137,6 +139,60 @@ def never_whole(memory_dir):
             print("refused", "does not span" in str(error), flush=True)
 
 
+def only_some_save(memory_dir, agent, savers, first=1, last=6, again=99, timeout=6):
+    """All train; from step `first` on only `ranks` call save(), from `again` on all ranks do again."""
+    config = flashckpt.CheckpointConfig(
+        job="some", memory_dir=memory_dir, agent=agent, save_timeout=timeout, start_timeout=40, agent_linger=1
+    )
+    rank = dist.get_rank()
+    with flashckpt.Checkpointer(config) as checkpointer:
+        for step in range(1, last + 1):
+            dist.barrier()
+            if rank in savers or not first <= step < again:
+                began = time.monotonic()
+                handle = checkpointer.save(step, {"t": torch.full((10,), float(step))})
+                reason = handle.reason.replace("\n", " ")
+                print("saved", step, handle.outcome, round(time.monotonic() - began, 1), reason, flush=True)
+        dist.barrier()
+        live = {"t": torch.zeros(10)}
+        result = checkpointer.load(live)
+        print("loaded", result and result.step, flush=True)
+
+
+def one_ends(memory_dir, nodes, when):
+    """Rank 1 is killed before it saves step `when`; rank 0 goes on, and then loads."""
+    rank = dist.get_rank()
+    config = flashckpt.CheckpointConfig(
+        job="ends",
+        memory_dir=f"{memory_dir}/{rank % nodes}",
+        node_id=f"node{rank % nodes}",
+        agent="auto",
+        save_timeout=40,
+        start_timeout=40,
+    )
+    with flashckpt.Checkpointer(config) as checkpointer:
+        for step in range(1, 8):
+            if rank == 1 and step == when:
+                os.kill(os.getpid(), signal.SIGKILL)
+            began = time.monotonic()
+            handle = checkpointer.save(step, {"t": torch.full((10,), float(step))})
+            reason = handle.reason.replace("\n", " ")
+            print("saved", step, handle.outcome, round(time.monotonic() - began, 1), reason, flush=True)
+        began = time.monotonic()
+        try:
+            checkpointer.load({"t": torch.zeros(10)})
+        except flashckpt.FlashError as error:
+            print("load", round(time.monotonic() - began, 1), error.message, flush=True)
+
+
+def different_steps(memory_dir):
+    """Rank 1 counts from another step."""
+    with opened(memory_dir, "steps") as checkpointer:
+        for step in (1, 2):
+            handle = checkpointer.save(step + 10 * dist.get_rank(), {"t": torch.zeros(3)})
+            print("saved", step, handle.outcome, 0, handle.reason.replace("\n", " "), flush=True)
+
+
 TASKS = (
     order_of_keys,
     one_rank_misses_a_save,
@@ -144,4 +200,7 @@ TASKS = (
     only_part_of_the_world,
     per_rank_through_dcp,
     never_whole,
+    only_some_save,
+    one_ends,
+    different_steps,
 )

@@ -105,7 +105,12 @@ def test_memory_of_a_larger_world_is_given_back(nursery, memory_dir):
 
 
 @pytest.mark.parametrize(
-    ("what", "named"), [("job", "'job0' on ranks [0], 'job1' on ranks [1]"), ("memory_dir", "one memory directory")]
+    ("what", "named"),
+    [
+        ("job", "'job0' on ranks [0], 'job1' on ranks [1]"),
+        ("memory_dir", "one memory directory"),
+        ("interval", "ranks disagree on interval: '10' on ranks [0], '11' on ranks [1]"),
+    ],
 )
 def test_ranks_that_do_not_belong_together_are_refused_at_the_start(what, named, nursery, memory_dir):
     job = nursery.run(2, task="strangers", memory_dir=memory_dir, what=what)
@@ -117,8 +122,14 @@ def test_a_load_that_a_rank_does_not_come_to_ends_at_its_deadline(nursery, memor
     job = nursery.run(2, task="absent", memory_dir=memory_dir)
     assert job.codes == [0, 0], job.outputs
     message = " ".join(job.said("gave")[0][0])
-    assert "asking who holds the job: rank 0 of 2 waited" in message
-    assert "for ranks [1]" in message
+    assert "load(): rank 1 has not called load()" in message
+    assert "call it on every rank" in message
+
+
+def test_so_does_a_start(nursery, memory_dir):
+    job = nursery.run(2, task="absent", memory_dir=memory_dir, from_start=True)
+    assert job.codes == [0, 0], job.outputs
+    assert "rank 1 has not called Checkpointer()" in " ".join(job.said("gave")[0][0])
 
 
 def test_a_rank_that_runs_ahead_waits_and_loses_nothing(nursery, memory_dir):

@@ -28,6 +28,7 @@ from flashckpt.rpc.api import (
     RetrieveFailed,
     RetrieveProgress,
     ShardProblem,
+    TrainerState,
 )
 from flashckpt.rpc.roles import ROLES, Role
 from flashckpt.rpc.settings import Keepalive
@@ -93,6 +94,9 @@ NEWS = [
 ]
 
 
+TRAINERS = (TrainerState(0, True), TrainerState(3, False, "rank 3 ended (signal 9) on node-a"))
+
+
 class MemoryAgent:
     """An AgentApi that notes what it was called with."""
 
@@ -148,6 +152,10 @@ class MemoryAgent:
 
     def void(self, *arguments):
         self._note("void", *arguments)
+
+    def trainers(self, *arguments):
+        self._note("trainers", *arguments)
+        return TRAINERS
 
     def watch(self, *arguments):
         self._note("watch", *arguments)
@@ -232,6 +240,7 @@ CALLS = {
     "flush": ((None, 7), GENERATION, (None, 7, False)),
     "void": ((TICKET, GENERATION), None, None),
     "inventory": ((TICKET, 5.0), INVENTORY, (TICKET,)),
+    "trainers": ((TICKET,), TRAINERS, None),
     "bye": ((TICKET,), None, None),
     "status": ((), {"node": "node-a", "list": [1, 2.5, None, "ü"]}, None),
     "stop": ((1.5,), None, None),

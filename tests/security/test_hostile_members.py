@@ -5,6 +5,10 @@ from __future__ import annotations
 import grpc
 import pytest
 
+from flashckpt.agent.peers import own_ranks
+from flashckpt.rpc import convert
+from flashckpt.rpc.api import VERSION
+from flashckpt.store.owner import Owner
 from flashckpt.v1 import common_pb2, peer_pb2
 from tests.fault.agents import JOB
 from tests.security.arena import ATTEMPT, GROWTH_BYTES, Arena, Push, code_of, tell
@@ -20,7 +24,7 @@ def channel(arena):
 
 
 def hello(arena, channel, **changes):
-    values = {"version": 1, "job": JOB, "node_id": arena.node(arena.rank), "receiver": arena.node(0), **changes}
+    values = {"version": VERSION, "job": JOB, "node_id": arena.node(arena.rank), "receiver": arena.node(0), **changes}
     data = peer_pb2.PeerHello(**values).SerializeToString()
     return channel.unary_unary("/flashckpt.v1.Peer/Hello")(data, timeout=ATTEMPT)
 
@@ -58,7 +62,22 @@ def test_for_another_node(arena, channel):
 def test_another_job_or_version_in_hello(arena, channel):
     assert code_of(lambda: hello(arena, channel, job="another")) is DENIED
     assert code_of(lambda: hello(arena, channel, job="")) is REFUSED
-    assert code_of(lambda: hello(arena, channel, version=2)) is REFUSED
+    assert code_of(lambda: hello(arena, channel, version=VERSION + 1)) is REFUSED
+
+
+def test_a_node_speaks_for_its_own_ranks_only(arena, channel):
+    """A rank that is called dead is not waited for: neither a hello nor the answer to one may say so of others'."""
+    claim = [common_pb2.Trainer(rank=rank, how="ended") for rank in range(3)]
+    hello(arena, channel, trainers=claim)
+    with arena.client() as client:
+        ticket = client.hello(Owner.current(), 0, VERSION, JOB).ticket
+        told = {one.rank: one.lives for one in client.trainers(ticket)}
+        client.bye(ticket)
+    assert told.pop(0)
+    assert False not in told.values()
+    told = convert.from_trainers(claim)
+    assert [one.rank for one in own_ranks(told, (2,))] == [2]
+    assert own_ranks(told, ()) == ()
 
 
 @pytest.mark.parametrize("change", [{"epoch": -1, "nonce": 0}, {"epoch": 0, "nonce": -1}], ids=["epoch", "nonce"])

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from flashckpt import CheckpointConfig, Checkpointer, CheckpointManager, Level, NotFoundError, PerRank, failpoints
-from flashckpt.state.flatten import Whole
+from flashckpt.state.flatten import OneValue
 
 # Between the return of `save()` and the first byte that is copied: time for a pattern to misbehave in.
 SLEEP_SECONDS = 0.03
@@ -160,7 +160,7 @@ class Run:
                 tensors = {k: _cloned(v) for k, v in group.items() if isinstance(v, torch.Tensor)}
                 for parameter in group["params"]:
                     name = names[id(parameter)]
-                    options[name] = Whole(_cloned(plain))
+                    options[name] = OneValue(_cloned(plain))
                     if tensors:
                         option_tensors[name] = tensors
                     if optimizer.state.get(parameter):
@@ -169,7 +169,7 @@ class Run:
         if self._optimizers:
             state["optimizer"] = {name: part for name, part in parts.items() if part}
         if self._schedulers:
-            state["lr_scheduler"] = {str(n): Whole(_cloned(s.state_dict())) for n, s in enumerate(self._schedulers)}
+            state["lr_scheduler"] = {str(n): OneValue(_cloned(s.state_dict())) for n, s in enumerate(self._schedulers)}
         state.update({name: _cloned(_stateful(value)) for name, value in self._states.items()})
         return state
 
@@ -178,7 +178,7 @@ class Run:
         (model,), (optimizer,) = self._parts, self._optimizers
         told = get_optimizer_state_dict(model, optimizer)
         options = {
-            name: Whole({key: value for key, value in group.items() if key != "params"})
+            name: OneValue({key: value for key, value in group.items() if key != "params"})
             for group in told["param_groups"]
             for name in group["params"]
         }
@@ -309,7 +309,7 @@ def _cloned(value: Any) -> Any:
         return value.detach().clone()
     if isinstance(value, np.ndarray):
         return value.copy()
-    if isinstance(value, (PerRank, Whole)):
+    if isinstance(value, (PerRank, OneValue)):
         return type(value)(_cloned(value.value))
     if isinstance(value, Mapping):
         return {key: _cloned(item) for key, item in value.items()}
@@ -330,8 +330,8 @@ def _blank(value: Any) -> Any:
         return blank
     if isinstance(value, PerRank):
         return PerRank(_blank(value.value))
-    if isinstance(value, Whole):
-        return Whole(None)
+    if isinstance(value, OneValue):
+        return OneValue(None)
     if isinstance(value, Mapping):
         return {key: _blank(item) for key, item in value.items()}
     if type(value) in (list, tuple):
@@ -340,7 +340,7 @@ def _blank(value: Any) -> Any:
 
 
 def _leaves(value: Any, key: str = "") -> dict[str, Any]:
-    if isinstance(value, (PerRank, Whole)):
+    if isinstance(value, (PerRank, OneValue)):
         return _leaves(value.value, key) if isinstance(value, PerRank) else {key: value.value}
     if isinstance(value, Mapping) and value:
         items: Iterable[tuple[Any, Any]] = value.items()

@@ -802,3 +802,16 @@ def test_a_clock_that_is_centuries_ahead_is_refused_before_anything_is_written(m
     assert told.stdout.startswith("FC-CFG-001 clocks of the nodes: expected them within 24 h"), told.stderr
     assert "on node 'a'" in told.stdout
     assert "set the clock" in told.stdout
+
+
+def test_arguments_that_are_easily_mistaken_are_named(make):
+    checkpointer = make()
+    with pytest.raises(flashckpt.ConfigError, match=r"step: expected an integer from 0 on, found a dict"):
+        checkpointer.save({"n": 1}, 3)
+    with pytest.raises(flashckpt.ConfigError, match="state dict: expected a mapping, found a int"):
+        checkpointer.load(3)
+    with pytest.raises(flashckpt.ConfigError, match="found '/data/run1'") as caught:
+        checkpointer.load({"n": 1}, "/data/run1")
+    assert "path='/data/run1'" in caught.value.hint
+    with pytest.raises(flashckpt.ConfigError, match="level: expected"):
+        checkpointer.save(1, {"n": 1}).wait(30)

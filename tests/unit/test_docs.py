@@ -80,7 +80,7 @@ def test_the_quickstart_resumes(memory_dir):
 
 
 def error_classes():
-    """Every error class of the package, wherever it is defined."""
+    """Every error class of the package, wherever it is defined; private ones have the code of their base."""
     for module in pkgutil.walk_packages(flashckpt.__path__, "flashckpt."):
         # Loading a script would run it, and the native part has no errors.
         if not module.name.startswith(("flashckpt.v1", "flashckpt.native", "flashckpt.demo.train", "flashckpt.cli.__")):

@@ -764,3 +764,12 @@ def test_bad_handlers(job):
         thread.start()
         thread.join()
         assert problems == ["signal handlers: expected the main thread"]
+
+
+def test_arguments_that_are_easily_mistaken_are_refused(job):
+    with job().manager() as manager:
+        with pytest.raises(TypeError, match="positional"):
+            manager.save(1, 4096)  # a number of tokens
+        with pytest.raises(flashckpt.ConfigError, match="found '/data/step-5'") as caught:
+            manager.load("/data/step-5")
+        assert "path='/data/step-5'" in caught.value.hint

@@ -254,3 +254,19 @@ def test_time_namespace_does_not_make_the_living_look_dead(writer):
     script = f"from flashckpt.store.owner import Owner, is_dead\nprint(is_dead({owner!r}), is_dead(Owner.current()))\n"
     output = run_script(["unshare", "-T", "--boottime", "86400", "--fork"], script)
     assert output.split() == ["False", "False"]
+
+
+def test_how_a_dead_process_ended_is_known(writer):
+    """Before its parent has asked for it from /proc; afterwards from the descriptor, where the kernel keeps it."""
+    process, owner = writer
+    vigil = Vigil(owner)
+    assert vigil.exit_code() is None
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert vigil.is_dead()
+    assert vigil.exit_code() == -signal.SIGKILL
+    process.wait()
+    release = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2])
+    assert vigil.exit_code() == (-signal.SIGKILL if release >= (6, 15) else None)
+    vigil.close()
+    assert vigil.exit_code() is None

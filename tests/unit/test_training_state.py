@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from flashckpt import ConfigError, StructureError
 from flashckpt.format.values import decode_values, encode_values
 from flashckpt.load.recover import Found
-from flashckpt.state.flatten import Whole, flatten
+from flashckpt.state.flatten import OneValue, flatten
 from flashckpt.training.assemble import TrainingState
 from flashckpt.training.model import ModelState
 from flashckpt.training.optimizer import OptimizerState, own
@@ -111,7 +111,7 @@ def test_groups_that_were_split_otherwise_are_refused():
     optimizer = torch.optim.SGD([{"params": [model.weight, model.bias]}], lr=0.1)
     state = OptimizerState(own([model], optimizer))
     template = state.state_dict()
-    template["param_groups"]["bias"] = Whole({**template["param_groups"]["bias"].value, "weight_decay": 0.5})
+    template["param_groups"]["bias"] = OneValue({**template["param_groups"]["bias"].value, "weight_decay": 0.5})
     with pytest.raises(StructureError, match=r"'weight' and 'bias' are in one group now.*weight_decay 0 and 0\.5"):
         state.load_state_dict(template)
 
@@ -275,6 +275,6 @@ def test_a_loader_without_state_is_left_out_with_a_warning(caplog):
 
 
 def test_whole_is_one_leaf_whatever_it_holds():
-    flat = flatten({"a": Whole({"x": {"y": 1}, "t": torch.ones(1)}), "b": [Whole({"z": 1})]})
+    flat = flatten({"a": OneValue({"x": {"y": 1}, "t": torch.ones(1)}), "b": [OneValue({"z": 1})]})
     assert set(flat.values) == {"a", "b.0"}
     assert not flat.tensors
