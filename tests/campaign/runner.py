@@ -536,9 +536,9 @@ class World:
             self.violation("after a read-only load beside it, nothing of the training was promised any more")
 
     def do_second_job(self, ranks, episode):
-        """Another job with the same persist_dir, on one of the nodes."""
+        """Another job with the same persist_dir, on one of the nodes: refused where the directory is not its own."""
         node = self.cluster[episode.victims[0]]
-        facts = Facts(False, frozenset(), False)
+        facts = Facts(False, frozenset(), any(self.persist_dir.iterdir()))
         other = self.launch([node], 1, 0, job=OTHER_JOB, persist=True)
         if self.wait_loaded(other, self.neighbour, facts):
             self.train(ranks, 2.0)
