@@ -42,6 +42,7 @@ from flashckpt.save.prewarm import Prewarm
 from flashckpt.save.retention import State
 from flashckpt.save.snapshot import when_ready
 from flashckpt.save.write import ShardWriter
+from flashckpt.store.owner import Owner
 from flashckpt.turns import Turn, Turns
 from flashckpt.types import Fence, Generation, Launch, Level, Outcome, Session, ShardId
 
@@ -85,6 +86,7 @@ class DcpOrigin:
     launch: Launch
     topology: Topology
     session: Session | None  # None where there is no agent
+    process: str  # of the trainer
 
 
 P = ParamSpec("P")
@@ -525,7 +527,9 @@ class Checkpointer:
     def origin(self) -> DcpOrigin:
         """What a process that DCP spawns needs to write in this one's name."""
         self._check_enabled()
-        return DcpOrigin(self._settings, self._writer.launch, self._topology, self._slots.session)
+        return DcpOrigin(
+            self._settings, self._writer.launch, self._topology, self._slots.session, Owner.current().identity
+        )
 
     def write_for_dcp(self, step: int, rank: int, world: int, plan: SavePlan, flat: Flat, values: bytes) -> Generation:
         """Writes what DCP planned; raises where it can't. Local: DCP has agreed with the other ranks already."""

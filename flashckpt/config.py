@@ -10,12 +10,13 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from flashckpt.errors import ConfigError
+from flashckpt.store.default_place import default_memory_dir
 from flashckpt.types import MAX_KEEPS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-DEFAULT_MEMORY_DIR = "/dev/shm/flashckpt"
+DEFAULT_MEMORY_DIR = "/dev/shm/flashckpt-<uid>"  # for people; see default_memory_dir()
 
 # field -> environment variable; every field not listed here has no variable.
 ENVIRONMENT = {
@@ -48,7 +49,7 @@ class CheckpointConfig:
     """Sticky name of the run. Default: FLASHCKPT_JOB, a sticky launcher id, or a hash of persist_dir."""
 
     memory_dir: str | None = None
-    """Directory on a tmpfs. Default: FLASHCKPT_MEMORY_DIR, else /dev/shm/flashckpt."""
+    """Directory on a tmpfs. Default: FLASHCKPT_MEMORY_DIR, else /dev/shm/flashckpt-<uid>, a directory per user."""
 
     persist_dir: str | None = None
     """Where the slow flush goes: an absolute path that all nodes share, or an fsspec URL. None: memory only. Also names
@@ -480,7 +481,7 @@ def resolve(config: CheckpointConfig, environ: Mapping[str, str] = os.environ) -
     return Settings(
         config=config,
         job=job,
-        memory_dir=given("memory_dir") or DEFAULT_MEMORY_DIR,
+        memory_dir=given("memory_dir") or default_memory_dir(job),
         node_id=given("node_id") or socket.gethostname(),
         domain=given("domain") or "",
         advertise=given("advertise"),

@@ -85,7 +85,7 @@ class _Foreign:
         if origin.session is not None:
             from flashckpt.join import rejoin
 
-            slots = rejoin(origin.settings, origin.topology, store, origin.session)
+            slots = rejoin(origin.settings, origin.topology, store, origin.session, origin.process)
         else:
             slots = OwnSlots(store, origin.launch, config)
         self.writer = ShardWriter(store, slots, origin.settings.job, config, threads)

@@ -45,10 +45,15 @@ def parse(text: str) -> dict[str, _Armed]:
 _armed: dict[str, _Armed] = {}
 
 
+def is_testing(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether what only tests use has an effect."""
+    return environ.get("FLASHCKPT_TESTING") == "1"
+
+
 def arm(environ: Mapping[str, str] = os.environ) -> None:
     """Reads the environment; done once at import, and again by a test's child after its fork."""
     _armed.clear()
-    if environ.get("FLASHCKPT_TESTING") == "1":
+    if is_testing(environ):
         _armed.update(parse(environ.get("FLASHCKPT_FAILPOINTS", "")))
 
 

@@ -60,9 +60,9 @@ def join(
     return slots, AgentMemory(link, store, holders)
 
 
-def rejoin(settings: Settings, topology: Topology, store: SlotStore, session: Session) -> AgentSlots:
-    """The same for another process that acts for a rank; local."""
-    link = _link(settings, topology, store)
+def rejoin(settings: Settings, topology: Topology, store: SlotStore, session: Session, process: str) -> AgentSlots:
+    """The same for another process that acts for a rank, whose own process is `process`; local."""
+    link = _link(settings, topology, store, process)
     try:
         link.open(settings.config.start_timeout)
         return AgentSlots(store, link, session, None, settings.config)
@@ -71,10 +71,10 @@ def rejoin(settings: Settings, topology: Topology, store: SlotStore, session: Se
         raise
 
 
-def _link(settings: Settings, topology: Topology, store: SlotStore) -> AgentLink:
+def _link(settings: Settings, topology: Topology, store: SlotStore, acts_for: str = "") -> AgentLink:
     options = options_of(settings)
     start = (lambda left: ensure_agent(options, left)) if topology.is_leader else None
-    return AgentLink(store.socket_path(SOCKET_NAME), settings.job, topology.rank, start)
+    return AgentLink(store.socket_path(SOCKET_NAME), settings.job, topology.rank, start, acts_for)
 
 
 def _session(settings: Settings, topology: Topology, launch: Launch, addresses: list[str]) -> Session:

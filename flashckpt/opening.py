@@ -60,7 +60,7 @@ def open_all(settings: Settings, process_group: dist.ProcessGroup | None, undo: 
     undo.callback(store.close)
     topology = agree_topology(group, settings, store.directory_id)
     threads = config.threads or default_threads(len(topology.node_ranks))
-    launch = agree_launch(group, highest_epoch(store, 0))
+    launch = agree_launch(group, topology, highest_epoch(store, 0))
     slots, memory = _open_slots(group, settings, topology, store, launch, undo)
     return Opened(settings, group, store, topology, threads, slots, memory)
 

@@ -49,13 +49,16 @@ class AgentLink:
     `open` comes before any call.
     """
 
-    def __init__(self, socket_path: str, job: str, rank: int, start: Callable[[float], object] | None) -> None:
+    def __init__(
+        self, socket_path: str, job: str, rank: int, start: Callable[[float], object] | None, acts_for: str = ""
+    ) -> None:
         self.on_progress: Callable[[Progress | Overtaken], None] = lambda progress: None
         self.claimed: tuple[Launch, float] | None = None  # the launch that this process has begun, and when
         self._socket_path = socket_path
         self.job = job
         self._rank = rank
         self._start = start
+        self._acts_for = acts_for  # the trainer's process, where this is not the trainer itself
         self._worker = Worker("flashckpt-agent")  # makes the calls of the main thread, and the last one
         self._lock = threading.Lock()  # protects the lease: one thread renews it, the others wait
         self._swap = threading.Lock()  # protects _client
@@ -271,7 +274,8 @@ class AgentLink:
 
     def _hello(self, client: AgentClient) -> Lease:
         # An agent that was restarted hears which launch its trainers are in: another launch may be about to take over.
-        return client.hello(Owner.current(), self._rank, VERSION, self.job, *(self.claimed or ()))
+        launch, claimed_at = self.claimed or (None, 0.0)
+        return client.hello(Owner.current(), self._rank, VERSION, self.job, launch, claimed_at, self._acts_for)
 
     def _watch(self) -> None:
         """Listen for news and bring the agent back, until close(). Whatever is raised meanwhile is tried again."""

@@ -7,6 +7,7 @@ Failpoint: `mid_start` (shards are adopted, nobody is answered yet).
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
@@ -51,10 +52,11 @@ from flashckpt.agent.succession import Succession, die, owed
 from flashckpt.agent.trainers import Trainers
 from flashckpt.agent.watch import Watch
 from flashckpt.errors import ConfigError, FlashError, NoSpaceError, NotFoundError, PeerError
-from flashckpt.failpoints import failpoint
+from flashckpt.failpoints import failpoint, is_testing
 from flashckpt.persist.spec import FlushSpec
 from flashckpt.rpc.agent_server import AgentServer
 from flashckpt.rpc.api import Progress
+from flashckpt.rpc.checks import trust_epoch
 from flashckpt.types import Held, Holding, Level, NodeInventory, ShardId, age_order
 
 if TYPE_CHECKING:
@@ -74,6 +76,7 @@ _TICK_SECONDS, _LEAST_TICK_SECONDS = 1.0, 0.2
 _DRAIN_SECONDS = 0.05
 _LEASES_SECONDS = 0.5
 _SCAN_SECONDS = 2.0
+_COUNT_SECONDS = 3.0
 
 
 class Shell:
@@ -98,6 +101,7 @@ class Shell:
         self._told_seconds: float | None = None  # that whoever stops it gives it to drain
         self._draining = False
         self._watch = Watch(store)
+        self._counted_at, self._objects = float("-inf"), 0
 
     # --- life -----------------------------------------------------------------------------------------------
 
@@ -110,6 +114,7 @@ class Shell:
         held = tuple(self._files.adopt_all())
         failpoint("mid_start")
         session, base = self._succession.read()
+        trust_epoch(max(self.store.highest_epoch(), 0 if session is None else session.launch.epoch))
         fence, records = self.store.read_fence(), self.store.read_records()
         lacking = owed(
             {one.shard for one in held},
@@ -427,7 +432,13 @@ class Shell:
                 draining=self._draining,
                 flushed_bytes=self.flusher.done_bytes,
             )
-        return {**found, "drain_seconds": drain_seconds, "read_only": self._succession.read_only}
+        found = {**found, "drain_seconds": drain_seconds, "read_only": self._succession.read_only}
+        if is_testing():  # for the soak; seldom, because tests ask often
+            if now - self._counted_at > _COUNT_SECONDS:
+                gc.collect()
+                self._counted_at, self._objects = now, len(gc.get_objects())
+            found["objects"] = self._objects
+        return found
 
     # --- what the others of this package ask ----------------------------------------------------------------
 

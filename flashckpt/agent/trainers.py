@@ -29,7 +29,7 @@ from flashckpt.agent.standing import overtaken_by
 from flashckpt.errors import BusyError, ClosedError, DeadlineError, DeniedError, FencedError, IncompatibleError
 from flashckpt.failpoints import failpoint
 from flashckpt.rpc.api import VERSION, Lease, Overtaken, Progress
-from flashckpt.store.owner import Owner, Vigil, is_ending
+from flashckpt.store.owner import Owner, Vigil, is_dead, is_ending
 from flashckpt.types import Claimant, Fence, Launch
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ _TICKET_BYTES = 16
 _MAX_LEASES = 1024
 _MAX_NEWS = 1024  # that a trainer which does not read leaves waiting; beyond, the oldest goes
 _QUIET_SECONDS = 1.0
+_RETURN_SECONDS = 2.5  # that trainers have to find a new agent; less than a launch waits (load/claimants.py)
 _GRACE_SECONDS = 1.0  # beyond a request's deadline, until the core says so
 
 
@@ -61,6 +62,7 @@ class _Trainer:
     rank: int
     launch: Launch | None = None  # that it has begun
     claimed_at: float = 0.0  # when, in seconds since 1970
+    process: str = ""  # the trainer's: another one where this process acts for it
     watches: int = 0  # that it has open: what shows that it lives where its pid means nothing
     news: queue.Queue[Progress | Overtaken | None] | None = None
     told_overtaken: bool = False  # in this watch
@@ -87,6 +89,7 @@ class Trainers:
         self._requests: dict[int, _Request] = {}
         self._numbers = itertools.count(1)
         self._closed = False
+        self._started_at = time.monotonic()
         self.idle_since: float | None = time.monotonic()  # None while there is a lease
 
     # --- leases ---------------------------------------------------------------------------------------------
@@ -99,6 +102,7 @@ class Trainers:
         job: str,
         launch: Launch | None = None,
         claimed_at: float = 0.0,
+        acts_for: str = "",
     ) -> Lease:
         if version != VERSION:
             raise IncompatibleError(
@@ -120,6 +124,7 @@ class Trainers:
                 raise BusyError(f"agent {os.getpid()}: expected at most {_MAX_LEASES} trainers")
             ticket = secrets.token_bytes(_TICKET_BYTES)
             lease = _Trainer(next(self._numbers), ticket, owner, Vigil(owner), rank, launch, claimed_at)
+            lease.process = acts_for or owner.identity
             self._leases[lease.lease_id] = lease
             self.idle_since = None
         _log.info("rank %d, process %d: lease %d", rank, owner.pid, lease.lease_id)
@@ -157,11 +162,13 @@ class Trainers:
                 return
             if not self._leases:
                 self.idle_since = time.monotonic()
+            has_trainers = any(one.launch is not None for one in self._leases.values())
             _offer(lease.news, None)
         lease.vigil.close()
         _log.info("rank %d, process %d %s: lease %d ends", lease.rank, lease.owner.pid, how, lease.lease_id)
         self._shell.feed(LeaseEnded(lease.lease_id))
-        if self.idle_since is not None:
+        if lease.launch is not None and not has_trainers:
+            # Whoever only reads neither delays that nor causes it.
             self._shell.want_flush_at_end("the trainers ended")
 
     def _find(self, ticket: bytes) -> _Trainer:
@@ -179,13 +186,32 @@ class Trainers:
     def claimants(self, ticket: bytes) -> tuple[Claimant, ...]:
         self._find(ticket)
         launch, _ = self._shell.standing_of_session()
+        if launch is None:
+            return ()
         with self._lock:
-            claiming = [one for one in self._leases.values() if launch is not None and one.launch == launch]
-            return tuple(
-                Claimant(one.owner.identity, one.owner.pid, one.rank, launch, one.claimed_at, is_ending(one.owner))
-                for one in claiming
-                if launch is not None and self._lives(one)
-            )
+            leases = list(self._leases.values())
+            found = [one for one in leases if one.launch == launch and self._lives(one)]
+        claimants = [
+            Claimant(one.process, one.owner.pid, one.rank, launch, one.claimed_at, is_ending(one.owner))
+            for one in found
+        ]
+        return (*claimants, *self._returning(launch, {one.owner for one in leases}))
+
+    def _returning(self, launch: Launch, known: set[Owner]) -> list[Claimant]:
+        """Live trainers that have saved in this launch, and have not said hello yet to an agent that has just started.
+
+        They need a moment, and a launch that asks meanwhile waits that long. Who has said goodbye before is among them.
+        """
+        if time.monotonic() - self._started_at > _RETURN_SECONDS:
+            return []
+        me, found = Owner.current(), dict[Owner, Claimant]()
+        for sealed in self._shell.store.scan():
+            shard, writer = sealed.shard, sealed.writer
+            if (shard.generation.epoch, shard.generation.nonce) != (launch.epoch, launch.nonce) or writer in known:
+                continue
+            if writer != me and not is_dead(writer):  # this process wrote replicas of other nodes' shards
+                found[writer] = Claimant(writer.identity, writer.pid, shard.rank, launch, 0.0, is_ending(writer))
+        return list(found.values())
 
     @staticmethod
     def _lives(lease: _Trainer) -> bool:

@@ -92,7 +92,7 @@ def start(timeout: float, as_json: bool, **given: Any) -> None:
 @where
 def stop(timeout: float | None, kill: bool, job: str | None, memory_dir: str | None, as_json: bool) -> None:
     """Stop the agent: it finishes what it is sending, and exits. What it holds stays in memory."""
-    directory = memory_dir_of(memory_dir)
+    directory = memory_dir_of(memory_dir, job)
     name = selected_job(directory, job)
     from flashckpt.agent.start import stop_agent
 
@@ -112,7 +112,7 @@ def stop(timeout: float | None, kill: bool, job: str | None, memory_dir: str | N
 @where
 def status(timeout: float, job: str | None, memory_dir: str | None, as_json: bool) -> None:
     """Show the agent: exit code 0 if it answers, 1 if it lives and does not, 3 if none runs."""
-    directory = memory_dir_of(memory_dir)
+    directory = memory_dir_of(memory_dir, job)
     name = selected_job(directory, job)
     from flashckpt.agent.start import look
 
@@ -153,6 +153,7 @@ def _lines(job: str, seen: Seen) -> list[tuple[str, str]]:
         ("answers", "yes" if seen.status is not None else "no"),
         ("up", age(now() - seen.holder.started_at)),
         ("version", seen.holder.version),
+        *([("takes saves", f"no: {printable(reason)}")] if (reason := (seen.status or {}).get("read_only")) else []),
         ("node", "" if seen.status is None else str(seen.status["node"])),
         ("log", seen.log_path),
     ]

@@ -24,12 +24,12 @@ def command(
     bit for bit those of a run that was never interrupted."""
     from flashckpt.cli.entry import FAILED, OK
     from flashckpt.cli.output import make_console
-    from flashckpt.config import DEFAULT_MEMORY_DIR
     from flashckpt.demo.report import print_report
     from flashckpt.demo.scenario import Plan, play
     from flashckpt.demo.screen import Screen
+    from flashckpt.store.default_place import own_place
 
-    root = Path(memory_dir or DEFAULT_MEMORY_DIR).parent
+    root = Path(memory_dir or own_place()).parent
     plan = Plan(nodes=nodes, steps=steps, every=every, lose=lose, lose_at=lose_at, memory_root=root)
     console = make_console(plain=plain)
     outcome = play(plan, Screen(console, live=console.is_terminal and not plain))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flashckpt.cli.entry import FAILED, OK
-from flashckpt.cli.memory import find_jobs, named_job, open_store
+from flashckpt.cli.memory import find_jobs, memory_dir_of, named_job, open_store
 from flashckpt.cli.options import where
 from flashckpt.cli.output import note, print_json, print_table, printable
 from flashckpt.config import CheckpointConfig, resolve
@@ -97,7 +97,7 @@ def command(
 
 def _settings(job: str | None, memory_dir: str | None, persist_dir: str | None) -> Settings:
     """What a trainer with these options and this environment would use; before the first one no job need be named."""
-    here = resolve(CheckpointConfig(job="-", memory_dir=memory_dir)).memory_dir
+    here = memory_dir_of(memory_dir, job)
     name = named_job(job)
     if name is None and persist_dir is None:
         try:

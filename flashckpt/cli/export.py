@@ -86,7 +86,7 @@ def _source(path: str | None, step: int | None, job: str | None, memory_dir: str
         yield PathSource(path)
         return
 
-    directory = memory_dir_of(memory_dir)
+    directory = memory_dir_of(memory_dir, job)
     name = selected_job(directory, job)
     with open_store(directory, name) as store:
         found = pick(view(store, name), step)

@@ -29,7 +29,7 @@ def command(job: str | None, memory_dir: str | None, as_json: bool, step: int | 
 
     All nodes write their part; the trainers take none. A flush that fails is tried again by itself.
     """
-    directory = memory_dir_of(memory_dir)
+    directory = memory_dir_of(memory_dir, job)
     names = selected_jobs(directory, job)
     if len(names) != 1:
         raise ConfigError(f"expected one job, found {len(names)}: {', '.join(names)}", hint="name it with --job")

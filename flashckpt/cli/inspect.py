@@ -39,7 +39,7 @@ def command(
     step: int | None, tensors: str, values: bool, job: str | None, memory_dir: str | None, as_json: bool
 ) -> None:
     """Show what STEP holds (default: the newest complete one): keys, dtypes, shapes, who has which region."""
-    directory = memory_dir_of(memory_dir)
+    directory = memory_dir_of(memory_dir, job)
     name = selected_job(directory, job)
     with open_store(directory, name) as store:
         found = pick(view(store, name), step)

@@ -30,7 +30,7 @@ def command(job: str | None, memory_dir: str | None, as_json: bool) -> None:
     has it is back. dead: it never becomes usable, and its memory is reused.
     Levels: sealed survives a crash of the trainers, replicated the loss of nodes; what is in persist_dir the cluster's.
     """
-    directory = memory_dir_of(memory_dir)
+    directory = memory_dir_of(memory_dir, job)
     names = selected_jobs(directory, job)
     jobs = []
     directories: dict[str, str | None] = {}

@@ -18,6 +18,7 @@ from flashckpt.config import CheckpointConfig, resolve
 from flashckpt.errors import ConfigError, FlashError, NotFoundError
 from flashckpt.format.shard import read_identity
 from flashckpt.save.retention import State, judge
+from flashckpt.store.default_place import default_memory_dir, other_place
 from flashckpt.store.names import job_directory_name, parse_sealed_name
 from flashckpt.store.owner import is_dead
 from flashckpt.store.slots import SlotStore
@@ -111,9 +112,18 @@ class JobView:
     status: StoreStatus
 
 
-def memory_dir_of(memory_dir: str | None) -> str:
-    """The directory the trainers would use with this option and environment."""
-    return resolve(CheckpointConfig(job="-", memory_dir=memory_dir)).memory_dir
+def memory_dir_of(memory_dir: str | None, job: str | None) -> str:
+    """The directory the trainers would use with these options and this environment."""
+    name = named_job(job)
+    if name is not None:
+        return resolve(CheckpointConfig(job=name, memory_dir=memory_dir)).memory_dir
+    given = memory_dir or os.environ.get("FLASHCKPT_MEMORY_DIR")
+    if given:
+        return resolve(CheckpointConfig(job="-", memory_dir=given)).memory_dir
+    found = default_memory_dir(None)
+    if other := other_place(found):
+        note(f"{other} has jobs, too: look there with --memory-dir {other}")
+    return found
 
 
 def named_job(job: str | None) -> str | None:

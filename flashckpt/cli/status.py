@@ -29,7 +29,7 @@ def command(timeout: float, job: str | None, memory_dir: str | None, as_json: bo
 
     Without an agent only what lies in the directory is shown: who holds replicas is then not known.
     """
-    directory = memory_dir_of(memory_dir)
+    directory = memory_dir_of(memory_dir, job)
     names = selected_jobs(directory, job)
     overviews = []
     for name in names:

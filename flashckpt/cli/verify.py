@@ -47,7 +47,7 @@ class Verdict:
 @where
 def command(step: int | None, threads: int | None, job: str | None, memory_dir: str | None, as_json: bool) -> None:
     """Check every byte of the shards of STEP, or of all steps in memory. Exit code 5 if something is bad."""
-    directory = memory_dir_of(memory_dir)
+    directory = memory_dir_of(memory_dir, job)
     threads = threads or min(_MAX_THREADS, len(os.sched_getaffinity(0)))
     verdicts: list[Verdict] = []
     began = time.perf_counter()

@@ -34,7 +34,7 @@ def take_over(group: PrivateGroup, topology: Topology, slots: Slots, highest: in
     IMPORTANT: the agents are taken over before anybody looks at what lies there. A launch that is still running
     could otherwise commit a newer generation during the load, and free the one that is being read.
     """
-    slots.enter(agree_launch(group, highest))
+    slots.enter(agree_launch(group, topology, highest))
     group.together("taking the agents over", lambda: slots.begin() if topology.is_leader else None)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from flashckpt.errors import AgentError, ConfigError
-from flashckpt.rpc import channels, convert, convert_load
+from flashckpt.rpc import channels, checks, convert, convert_load
 from flashckpt.rpc.errors import from_call
 from flashckpt.rpc.settings import (
     AGENT_SERVICE,
@@ -81,6 +81,7 @@ class AgentClient:
         job: str,
         launch: Launch | None = None,
         claimed_at: float = 0.0,
+        acts_for: str = "",
     ) -> Lease:
         data = self._call(
             "Hello",
@@ -92,6 +93,7 @@ class AgentClient:
                 job=job,
                 launch=convert.maybe(launch, convert.to_launch),
                 claimed_at=claimed_at,
+                acts_for=acts_for,
             ),
         )
         return convert.from_lease(convert.parse(agent_pb2.AgentHelloResponse, data, "Hello's answer"))
@@ -110,6 +112,7 @@ class AgentClient:
         return tuple(map(convert.from_claimant, answer.claimants))
 
     def begin(self, ticket: bytes, session: Session, credentials: Bundle | None) -> None:
+        checks.trust_epoch(session.launch.epoch)
         self._call(
             "Begin",
             ticket,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import grpc
 
 from flashckpt.errors import AgentError, DeniedError, IncompatibleError
-from flashckpt.rpc import convert, convert_load
+from flashckpt.rpc import checks, convert, convert_load
 from flashckpt.rpc.guard import Call, Caller, Guard
 from flashckpt.rpc.roles import Role
 from flashckpt.rpc.settings import AGENT_SERVICE, TICKET_KEY, Keepalive, server_options, unix_target
@@ -136,7 +136,9 @@ class AgentServer:
         owner = convert.needed(request, "owner", convert.from_owner)
         job = convert.name(request.job, "job")
         launch = convert.optional(request, "launch", convert.from_launch)
-        lease = self._api.hello(owner, request.rank, request.version, job, launch, request.claimed_at)
+        acts_for = convert.name(request.acts_for, "acts_for") if request.acts_for else ""
+        version, claimed_at = request.version, request.claimed_at
+        lease = self._api.hello(owner, request.rank, version, job, launch, claimed_at, acts_for)
         return convert.to_lease(lease).SerializeToString()
 
     def _listen(self, data: bytes, _call: Call) -> bytes:
@@ -155,6 +157,8 @@ class AgentServer:
 
     def _begin(self, data: bytes, call: Call) -> bytes:
         request = convert.parse(agent_pb2.BeginRequest, data, "Begin")
+        if call.caller.role is Role.TRAINER:
+            checks.trust_epoch(request.session.launch.epoch)
         session = convert.needed(request, "session", convert.from_session)
         credentials = convert.optional(request, "credentials", convert.from_bundle)
         self._api.begin(call.caller.ticket, session, credentials)

@@ -139,8 +139,10 @@ class AgentApi(Protocol):
         job: str,
         launch: Launch | None = None,
         claimed_at: float = 0.0,
+        acts_for: str = "",
     ) -> Lease:
-        """`launch`: what the trainer began, at `claimed_at`, with an agent that was here before."""
+        """`launch`: what the trainer began, at `claimed_at`, with an agent that was here before. `acts_for`: the
+        identity of the trainer that this process acts for, where it is not one itself."""
 
     def listen(self, credentials: Bundle, advertise: str | None, port: int) -> str:
         """host:port for other nodes; starts the server for them if it does not run yet."""

@@ -9,7 +9,7 @@ import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from flashckpt.errors import ConfigError, FencedError, FlashError, NotFoundError
+from flashckpt.errors import ConfigError, FencedError, NotFoundError
 from flashckpt.placement import place
 from flashckpt.rpc.api import Overtaken
 from flashckpt.save.flush_news import FlushNews
@@ -210,7 +210,7 @@ class AgentSlots:
                 self._link.call(call, self._config.save_timeout, doing)
             except FencedError as error:
                 log.warning("%s: %s", doing, error)
-            except FlashError as error:
+            except Exception as error:
                 log.warning("%s: %s; the agent finds it by itself once it runs", doing, error)
 
         try:

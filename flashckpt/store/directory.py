@@ -24,6 +24,7 @@ from flashckpt.errors import (
     NotFoundError,
     UnsafeDirectoryError,
 )
+from flashckpt.store.default_place import own_place
 from flashckpt.store.mounts import Mount, find_mount
 from flashckpt.store.names import job_directory_name
 from flashckpt.store.owner import read_boot_id
@@ -288,8 +289,10 @@ def check_file(path: Path, found: os.stat_result) -> None:
         raise _refusal(path, "a file under one name", f"{found.st_nlink} links", "remove it")
 
 
-def suggested_path() -> str:
-    return f"/dev/shm/flashckpt-{os.geteuid()}"
+def suggested_path(refused: Path | None = None) -> str:
+    """Another directory than the refused one."""
+    own = Path(own_place())
+    return str(own) + ("-own" if refused is not None and own in (refused, *refused.parents) else "")
 
 
 def _checked_path(path: str | os.PathLike[str]) -> Path:
@@ -348,7 +351,7 @@ def _check_access(path: Path, found: os.stat_result) -> None:
             path,
             f"owner uid {euid}",
             f"owned by uid {found.st_uid}",
-            f"set memory_dir to a directory of your own, e.g. {suggested_path()}, or remove it",
+            f"set memory_dir to a directory of your own, e.g. {suggested_path(path)}, or remove it",
         )
     needed = 0o700 if is_directory else 0o600
     mode = stat.S_IMODE(found.st_mode)
@@ -357,7 +360,7 @@ def _check_access(path: Path, found: os.stat_result) -> None:
             path,
             f"mode {needed:04o}, closed to group and others",
             f"mode {mode:04o}",
-            f"set memory_dir to a directory of your own, e.g. {suggested_path()}, "
+            f"set memory_dir to a directory of your own, e.g. {suggested_path(path)}, "
             f"or look at what others left in it and then chmod {needed:04o}",
         )
 
@@ -401,7 +404,7 @@ def _not_opened(parent_fd: int, path: Path, error: OSError) -> FlashError:
             path,
             "a directory",
             f"{_kind(found)} of uid {found.st_uid}",
-            f"remove it, or set memory_dir to a directory of your own, e.g. {suggested_path()}",
+            f"remove it, or set memory_dir to a directory of your own, e.g. {suggested_path(path)}",
         )
     try:
         _check_access(path, found)

@@ -58,7 +58,7 @@ class OptimizerGate:
         # The first caller waits and looks for changes; the others pass after it. Reentrant: a signal handler may wait.
         self._lock = threading.RLock()
         self._is_shut = False  # save() takes the state: nobody may begin a step
-        self._is_impatient = False  # a step in another thread once took longer than save() waits
+        self._is_impatient = False  # a step in another thread takes longer than save() waits: it waits once for it
         self._hook: RemovableHandle | None = None
 
     def install(self) -> None:
@@ -90,6 +90,8 @@ class OptimizerGate:
                         self._give_up_waiting()
                         break
                     time.sleep(_POLL_SECONDS)
+                else:
+                    self._is_impatient = False
                 yield
             finally:
                 self._is_shut = False

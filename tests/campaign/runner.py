@@ -26,6 +26,7 @@ PEER_TIMEOUT = 2.0
 # Of what takes a second on an idle machine.
 PATIENCE = 60.0
 _SETTLE = 6.0
+_FLUSH = 40.0  # the flusher imports torch at the lowest priority
 
 
 @dataclass
@@ -183,7 +184,8 @@ class World:
                 "start_timeout": PATIENCE,
                 "agent_linger": 900.0,
                 "persist_on_exit": False,
-                **({"persist_dir": str(self.persist_dir), "persist_interval": 10} if persist else {}),
+                "keep_memory": 1 if persist else 2,
+                **({"persist_dir": str(self.persist_dir)} if persist else {}),
             },
         }
         port, first = nodes[0].host.free_port(), nodes[0].host.address
@@ -245,7 +247,7 @@ class World:
         code = min(refusals - {"FC-RANK-001"} or refusals, default=None)
         mark = next(iter(marks), None)
         source = code or ("nothing" if mark is None else next(iter(said.values()))["source"])
-        self.report.recoveries[source] += 1
+        self.report.recoveries[source if ranks.spec["step"] is None else f"{source} (rollback)"] += 1
         problems = oracle.judge(mark, facts, code=code, step=ranks.spec["step"])
         for problem in problems:
             reasons = [event.get("message", "")[:600] or event.get("stepped_over", "") for event in said.values()][:1]
@@ -506,8 +508,21 @@ class World:
 
     def do_rollback(self, ranks, episode):
         """An operator goes back to an older step that is there, and trains on from it."""
+        self.wait_saves(ranks)
         self.end(ranks)
-        nodes = self.nodes_of(episode)
+        self.roll_back(self.nodes_of(episode), episode)
+
+    def do_rollback_without(self, ranks, episode):
+        """The same while a node is away, which comes back with what it had."""
+        self.wait_saves(ranks)
+        self.end(ranks)
+        away = self.cluster[episode.victims[0]]
+        nodes = [node for node in self.nodes_of(episode) if node is not away]
+        if nodes:
+            away.kill()
+            self.roll_back(nodes, episode)
+
+    def roll_back(self, nodes, episode):
         facts = self.facts(nodes)
         steps = self.oracle.candidates(facts.complete)
         steps += [one.step for one in [self.oracle.persisted] if one is not None]
@@ -529,15 +544,38 @@ class World:
         for event in reader.news():
             if event["event"] == "loaded" and event["mark"] is not None and not event["intact"]:
                 self.violation(f"a reader got bytes that nobody saved: {event}")
+        self.check_unharmed(ranks, "a read-only load")
+
+    def do_launch_beside(self, ranks, episode):
+        """The job is started once more by mistake, on the same nodes, while it trains."""
+        self.wait_saves(ranks)
+        before = self.report.promises
+        second = self.launch(self.nodes_of(episode), episode.ranks_per_node, episode.replicas, train=False)
+        self.train(ranks, 0.2)
+        if not second.wait(PATIENCE):
+            self.violation("a second launch beside a training did not end")
+        said = [event for event in second.news() if event["event"] in ("loaded", "refused")]
+        if len(ranks.alive()) == len(ranks.pids) and self.report.promises > before:
+            refused = {event.get("code") for event in said}
+            if "FC-JOB-002" not in refused or not refused <= {"FC-JOB-002", "FC-RANK-001"}:
+                self.violation(f"a second launch beside a training was not refused: {said}")
+        second.kill()
+        self.check_unharmed(ranks, "a second launch")
+
+    def check_unharmed(self, ranks, what):
+        """The training goes on as if nothing had been."""
         before = self.report.promises
         self.train(ranks, 1.0)
         self.wait_saves(ranks, 1)
-        if ranks.alive() and self.report.promises == before:
-            self.violation("after a read-only load beside it, nothing of the training was promised any more")
+        if len(ranks.alive()) == len(ranks.pids) and self.report.promises == before:
+            self.violation(f"after {what} beside it, nothing of the training was promised any more")
 
     def do_second_job(self, ranks, episode):
-        """Another job with the same persist_dir, on one of the nodes: refused where the directory is not its own."""
-        node = self.cluster[episode.victims[0]]
+        """Another job with the same persist_dir, on the first node: refused, because the directory is not its own."""
+        deadline = time.monotonic() + _FLUSH
+        while not any(self.persist_dir.glob("step-*")) and time.monotonic() < deadline and ranks.alive():
+            self.train(ranks, 0.1)
+        node = self.cluster[0]
         facts = Facts(False, frozenset(), any(self.persist_dir.iterdir()))
         other = self.launch([node], 1, 0, job=OTHER_JOB, persist=True)
         if self.wait_loaded(other, self.neighbour, facts):

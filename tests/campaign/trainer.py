@@ -8,6 +8,7 @@ Events go to DIRECTORY/rank<N>.jsonl: started; loaded (mark null: nothing was th
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
 import os
@@ -100,11 +101,14 @@ def train(spec, directory, journal, checkpointer, rank, world, step, mark):
         )
         handles[step] = [handle, "none"]
         tell_levels(journal, handles)
+        if step % 10 == 5 and rank == 0 and "persist_dir" in spec["config"]:
+            with contextlib.suppress(FlashError):  # nothing is committed yet, or the agent is just being replaced
+                checkpointer.flush()
         if step % 20 == 0:
             journal.tell("objects", objects=count_objects())
         time.sleep(spec["pause"])
     deadline = time.monotonic() + spec["linger"]
-    while time.monotonic() < deadline and any(said != "replicated" for _, said in handles.values()):
+    while time.monotonic() < deadline and any(handles[one][1] in ("none", "sealed") for one in sorted(handles)[-3:]):
         tell_levels(journal, handles)
         time.sleep(0.05)
 
@@ -122,7 +126,7 @@ def tell_levels(journal, handles):
         if level != said:
             one[1] = level
             journal.tell("level", step=step, level=level, generation=list(handle.generation))
-        if step < max(handles) - 8:
+        if step < max(handles) - 400:
             del handles[step]
 
 

@@ -8,10 +8,13 @@ import random
 import re
 import signal
 import socket
+import time
+from pathlib import Path
 
 import pytest
 
-from tests.fault.agents import World, wait_until
+from flashckpt.testing import processes
+from tests.fault.agents import PATIENCE, World, wait_until
 
 # What lies on the way of a shard, in its order. `@2`: when the second generation comes by, so that the first one is
 # committed and has to survive.
@@ -301,3 +304,18 @@ def test_whatever_happens_to_agents():
                 launch.wait(step, timeout=2.0)
         launch.save(11, timeout=30.0)
         world.check()
+
+
+def test_why_the_agent_ended_is_in_the_error_of_a_rank_that_can_not_start_one():
+    with World(1, ranks=2, replicas=0) as world:
+        launch = world.launch(save_timeout=3.0)
+        launch.save_nowait(1)
+        leader, other = launch.ranks
+        leader.kill()
+        pid = world.agent_pid(0)
+        next(Path(world.nodes[0].memory_dir).glob("*/agent.lock")).unlink()
+        processes.wait_gone(pid, time.monotonic() + PATIENCE)
+        (failed,) = launch.save_nowait(2, ranks=[other])
+        assert (failed["outcome"], failed["code"]) == ("failed", "FC-AGT-001")
+        assert "its log says: " in failed["reason"]
+        assert "stopping: its lock file was removed" in failed["reason"]

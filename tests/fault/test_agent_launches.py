@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 
 import pytest
 
@@ -130,3 +131,19 @@ def test_a_rollback_below_what_is_committed():
         newer.save(3)
         world.check()
         assert world.paths(0, "sealed", newer.generation(3), 1)
+
+
+def test_a_job_that_a_wrong_clock_has_launched_goes_on():
+    """174 years ahead: its epoch stays, and later launches are above it, also with agents that were restarted."""
+    poisoned = int(time.time() * 1000) + 174 * 366 * 86_400_000
+    with World(2) as world:
+        launch = world.launch(epoch=poisoned)
+        launch.save(1)
+        launch.kill()
+        world.kill_agent(0)
+        again = world.launch()
+        assert again.session.launch.epoch == poisoned + 1
+        for rank in again.ranks:
+            rank.ask("fence", step=1, base=launch.generation(1))
+        again.save(2)
+        world.check()

@@ -117,7 +117,7 @@ def test_a_load_that_a_rank_does_not_come_to_ends_at_its_deadline(nursery, memor
     job = nursery.run(2, task="absent", memory_dir=memory_dir)
     assert job.codes == [0, 0], job.outputs
     message = " ".join(job.said("gave")[0][0])
-    assert "agreeing on the epoch: rank 0 of 2 waited" in message
+    assert "asking who holds the job: rank 0 of 2 waited" in message
     assert "for ranks [1]" in message
 
 

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import torchrun as run_torchrun
+from tests.once import once
+
 WORKER = Path(__file__).parent / "layout_worker.py"
 WORLDS = (1, 2, 3, 4)
 
@@ -15,19 +18,21 @@ WORLDS = (1, 2, 3, 4)
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 
-@pytest.fixture(scope="module")
-def saved(request):
-    """A memory directory that holds what each world size saved."""
-    from tests.conftest import torchrun
+@pytest.fixture
+def saved(tmp_path_factory):
+    """A copy of a memory directory that holds what each world size saved."""
 
-    path = tempfile.mkdtemp(prefix="flashckpt-test-", dir="/dev/shm")
-    try:
-        for world in WORLDS:
-            code, output = torchrun(world, WORKER, "save", path)
-            assert code == 0, output
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
+    def save(directory):
+        path = tempfile.mkdtemp(prefix="flashckpt-test-", dir="/dev/shm")
+        try:
+            for world in WORLDS:
+                code, output = run_torchrun(world, WORKER, "save", path)
+                assert code == 0, output
+            shutil.copytree(path, directory, dirs_exist_ok=True)
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
+
+    return once(tmp_path_factory, "layouts-saved", save)
 
 
 @pytest.mark.parametrize("world", WORLDS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 
 import pytest
@@ -90,6 +92,14 @@ def test_a_save_without_a_load_beside_a_live_job_is_refused(training, other):
     assert {one["outcome"] for one in training.save(3, "replicated").values()} == {"ok"}
 
 
+def test_a_live_job_whose_agents_have_just_died_is_refused_too(cluster, training, other):
+    for node in cluster.nodes[:2]:
+        os.kill(node.agent_pid(), signal.SIGKILL)
+    errors = refused(other, "load", step=None, arguments={})
+    assert {one["code"] for one in errors.values()} == {"FC-JOB-002"}
+    assert {one["outcome"] for one in training.save(3, "replicated").values()} == {"ok"}
+
+
 def test_a_read_only_load_beside_a_live_job_changes_nothing(training, other):
     for _ in range(2):
         loaded = other.load(read_only=True)
@@ -107,7 +117,7 @@ def test_a_launch_on_one_of_its_nodes_is_refused(cluster, training, other):
 
 
 def test_an_evaluation_on_another_machine_writes_nothing(cluster, training, persist_dir):
-    training.save(6, "persisted")
+    training.save(6, "persisted", timeout=240)
     before = snapshot(persist_dir)
     config = {"replicas": 0, "load_only": True, "persist_dir": str(persist_dir)}
     evaluation = cluster.trainers(nodes=[cluster.nodes[2]], nproc_per_node=1, config=config)

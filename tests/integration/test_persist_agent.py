@@ -101,6 +101,19 @@ def test_the_newest_generation_is_flushed_when_the_trainers_end(memory_dir, tmp_
             stop_agent(memory_dir, JOB, 30.0, kill=True)
 
 
+@pytest.mark.slow
+def test_an_evaluation_neither_delays_the_flush_at_the_end_nor_causes_one(make, memory_dir, tmp_path):
+    training = make(persist_on_exit=True)
+    training.save(7, state(7))
+    evaluation = make(persist_on_exit=True, load_only=True)
+    assert evaluation.load(state(0)).step == 7
+    training.close()
+    wait_until(lambda: persist_status(memory_dir)["step"] == 7, "step 7 to be flushed")
+    flushes = persist_status(memory_dir)["flushes"]
+    evaluation.close()
+    assert persist_status(memory_dir)["flushes"] == flushes
+
+
 def test_an_agent_that_is_told_to_stop_flushes_first(make, memory_dir, tmp_path):
     checkpointer = make(persist_on_exit=True, persist_drain_timeout=WAIT)
     checkpointer.save(7, state(7))

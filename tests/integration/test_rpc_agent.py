@@ -218,7 +218,7 @@ CLAIMANT = Claimant(OWNER.identity, 123, 3, Launch(7, 8), 1.5e9, True)
 # method of the client → its arguments, what it returns, what the agent is called with
 CALLS = {
     "hello": (
-        (OWNER, 3, VERSION, "run1", CLAIMANT.launch, 1.5e9),
+        (OWNER, 3, VERSION, "run1", CLAIMANT.launch, 1.5e9, "another"),
         Lease(TICKET, os.getpid(), "node-a", 4096),
         None,
     ),

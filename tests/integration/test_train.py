@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import torchrun as run_torchrun
+from tests.once import once
 
 WORKER = Path(__file__).parent / "train_worker.py"
 STEPS, EVERY = 7, 2
@@ -22,14 +23,18 @@ def trace(output):
     return {(int(r), int(s)): rest for r, s, rest in re.findall(r"step (\d+) (\d+) (\S+ \S+)", output)}
 
 
-@pytest.fixture(scope="module")
-def uninterrupted():
-    path = tempfile.mkdtemp(prefix="flashckpt-test-", dir="/dev/shm")
-    try:
-        code, output = run_torchrun(2, WORKER, path, STEPS, EVERY)
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
-    assert code == 0, output
+@pytest.fixture
+def uninterrupted(tmp_path_factory):
+    def train(directory):
+        path = tempfile.mkdtemp(prefix="flashckpt-test-", dir="/dev/shm")
+        try:
+            code, output = run_torchrun(2, WORKER, path, STEPS, EVERY)
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
+        assert code == 0, output
+        (directory / "output").write_text(output)
+
+    output = (once(tmp_path_factory, "train-uninterrupted", train) / "output").read_text()
     assert len(trace(output)) == 2 * STEPS
     return trace(output)
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, ShardingStrategy, fully_shard
 
 from tests.training.harness import Pattern, Result, run_pattern
 from tests.training.patterns import adamw, net, trained
@@ -99,6 +99,20 @@ def fsdp2_clipped_and_scheduled(run):
         optimizer.zero_grad()
 
     return cycle
+
+
+@right()
+def fsdp2_offloaded(run):
+    """Sharded parameters, gradients and moments stay in host memory between the passes."""
+    policy = CPUOffloadPolicy(pin_memory=False)
+    model = net(run)
+    for module in model:
+        if any(True for _ in module.parameters()):
+            fully_shard(module, offload_policy=policy)
+    model = fully_shard(model, offload_policy=policy)
+    optimizer = adamw(model)
+    run.manage(model, optimizer)
+    return trained(run, model, optimizer)
 
 
 @right()

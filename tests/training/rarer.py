@@ -562,6 +562,23 @@ def moments_freed_and_refilled(run):
     return misbehaves(run, offload)
 
 
+@right(devices=("sim",))
+def parameters_on_the_host_and_compute_on_the_device(run):
+    """As with CPU offload: master weights and moments stay on the host, a step copies them over and gradients back."""
+    model = net(run).to("cpu")
+    optimizer = adamw(model)
+    run.manage(model, optimizer)
+
+    def cycle():
+        there = {name: p.detach().to(run.device).requires_grad_() for name, p in model.named_parameters()}
+        torch.func.functional_call(model, there, batch(run)).square().mean().backward()
+        for name, p in model.named_parameters():
+            p.grad = there[name].grad.to("cpu")
+        _step(optimizer)
+
+    return cycle
+
+
 @right()
 def moments_offloaded(run):
     """To the host after each step, and back before the next."""

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from tests.conftest import environment, torchrun
+from tests.once import once
 from tests.training import harness, on_sim, ranks
 from tests.training.harness import Run, run_pattern
 from tests.training.rarer import PATTERNS
@@ -41,40 +42,55 @@ def test_right_or_refused(name, delayed):
     assert result.problems(pattern, delayed=delayed) == []
 
 
-@pytest.fixture(scope="module")
+SHARES = 4  # of the rows on the simulated accelerator, one process each: two test processes may each run some
+
+
+@pytest.fixture
 def found_on_sim(tmp_path_factory):
-    """What the simulated accelerator's process found, row by row."""
-    out = tmp_path_factory.mktemp("sim") / "found"
-    child = subprocess.run(
-        [sys.executable, on_sim.__file__, str(out)],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert child.returncode == 0, child.stdout[-200:] + child.stderr[-4000:]
-    lines = map(json.loads, out.read_text().splitlines())
-    return {row: problems for row, problems, _ in lines}
+    """Tells what the simulated accelerator's process found in a row."""
+    rows = on_sim.rows()
+
+    def run(directory, share):
+        mine = rows[len(rows) * share // SHARES : len(rows) * (share + 1) // SHARES]
+        child = subprocess.run(
+            [sys.executable, on_sim.__file__, str(directory / "found"), *mine],
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=900,
+            check=False,
+        )
+        assert child.returncode == 0, child.stdout[-200:] + child.stderr[-4000:]
+
+    def tell(row):
+        share = next(n for n in range(SHARES) if rows.index(row) < len(rows) * (n + 1) // SHARES)
+        directory = once(tmp_path_factory, f"patterns-on-sim-{share}", lambda made: run(made, share))
+        lines = map(json.loads, (directory / "found").read_text().splitlines())
+        return {row: problems for row, problems, _ in lines}[row]
+
+    return tell
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize("row", on_sim.rows())
 def test_right_or_refused_on_an_accelerator(row, found_on_sim):
-    assert found_on_sim[row] == []
+    assert found_on_sim(row) == []
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def found_by_ranks(tmp_path_factory):
     """What two ranks found, row by row, in one launch."""
-    out = tmp_path_factory.mktemp("ranks")
-    memory = tempfile.mkdtemp(prefix="flashckpt-test-", dir="/dev/shm")
-    try:
-        code, output = torchrun(2, Path(ranks.__file__), memory, out)
-    finally:
-        shutil.rmtree(memory, ignore_errors=True)
-    assert code == 0, output
+
+    def run(out):
+        memory = tempfile.mkdtemp(prefix="flashckpt-test-", dir="/dev/shm")
+        try:
+            code, output = torchrun(2, Path(ranks.__file__), memory, out)
+        finally:
+            shutil.rmtree(memory, ignore_errors=True)
+        assert code == 0, output
+
+    out = once(tmp_path_factory, "patterns-on-ranks", run)
     return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 

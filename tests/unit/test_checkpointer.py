@@ -784,3 +784,21 @@ def test_status(make):
     status = checkpointer.status()
     assert (status.step, status.saves["ok"], status.store.sealed.files) == (3, 3, 2)
     assert [(g.step, state) for g, state, _ in status.generations] == [(3, "complete"), (2, "complete")]
+
+
+def test_a_clock_that_is_centuries_ahead_is_refused_before_anything_is_written(memory_dir, run_python):
+    code = (
+        "import sys, time\n"
+        "real = time.time\n"
+        "time.time = lambda: real() + 174 * 366 * 86400\n"
+        "import flashckpt\n"
+        "config = flashckpt.CheckpointConfig(job='run1', memory_dir=sys.argv[1], node_id='a', agent='off')\n"
+        "try:\n"
+        "    flashckpt.Checkpointer(config)\n"
+        "except flashckpt.ConfigError as error:\n"
+        "    print(error.code, error.message, error.hint)\n"
+    )
+    told = run_python(code, memory_dir)
+    assert told.stdout.startswith("FC-CFG-001 clocks of the nodes: expected them within 24 h"), told.stderr
+    assert "on node 'a'" in told.stdout
+    assert "set the clock" in told.stdout

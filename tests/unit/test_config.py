@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from flashckpt.config import CheckpointConfig, resolve
@@ -100,7 +102,7 @@ def test_argument_beats_environment_beats_default():
     settings = resolve(CheckpointConfig(job="arg"), environ)
     assert (settings.job, settings.memory_dir, settings.node_id) == ("arg", "/env", "n7")
     assert resolve(CheckpointConfig(job="arg", memory_dir="/arg"), environ).memory_dir == "/arg"
-    assert resolve(CheckpointConfig(job="arg"), {}).memory_dir == "/dev/shm/flashckpt"
+    assert resolve(CheckpointConfig(job="arg"), {}).memory_dir == f"/dev/shm/flashckpt-{os.geteuid()}"
 
 
 @pytest.mark.parametrize(

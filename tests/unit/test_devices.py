@@ -9,12 +9,22 @@ import mmap
 import pytest
 import torch
 
-from flashckpt.devices import Copier, DeviceCopy, as_bits, clone_on_device, has_accelerator, native_address
+from flashckpt.devices import (
+    Copier,
+    DeviceCopy,
+    as_bits,
+    clone_on_device,
+    has_accelerator,
+    native_address,
+    weighted_sum,
+    weighted_sum_of_bytes,
+)
 from flashckpt.devices.bits import pieces
 from flashckpt.devices.cuda import CudaRegistrar, runtime_libraries
 from flashckpt.devices.registrar import RegisteredMemory
 from flashckpt.devices.streams import synchronize
 from flashckpt.errors import ConfigError, InternalError, UnsupportedValueError
+from flashckpt.save.checksums import window
 
 
 class Registrar:
@@ -252,3 +262,35 @@ def test_memory_that_was_freed_is_refused_by_key():
     tensor.untyped_storage().resize_(0)
     with pytest.raises(UnsupportedValueError, match=r"'key'.*without storage"):
         native_address("key", tensor)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.uint8, torch.bool, torch.bfloat16, torch.float32, torch.int64, torch.complex128]
+)
+@pytest.mark.parametrize("count", [0, 1, 1000, (1 << 20) + 5])
+def test_device_and_host_sum_bits_alike(dtype, count):
+    tensor = torch.arange(count).remainder(251).to(dtype)
+    area = as_bits(tensor).numpy().tobytes()
+    assert int(weighted_sum(tensor)) == weighted_sum_of_bytes(memoryview(area), tensor.itemsize)
+
+
+def test_sums_see_places_signs_and_single_bits():
+    rows = torch.arange(1.0, 1 << 21).sub(1 << 20)[1:].reshape(2, -1)  # each row is a piece of its own
+    small = torch.tensor([1.0, -1.0, -1.0, 1.0])
+    bit = rows.clone()
+    as_bits(bit).view(-1)[-1] ^= 1
+    found = [int(weighted_sum(one)) for one in (rows, rows.flip(0), rows.flip(1), -rows, bit)]
+    assert len(set(found)) == len(found)
+    assert int(weighted_sum(small)) != int(weighted_sum(-small))
+    assert int(weighted_sum(rows)) == int(weighted_sum(rows.t().contiguous().t()))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 5, 7), (1, 9), (0, 4)])
+@pytest.mark.parametrize("most_bytes", [1, 8, 100, 10_000])
+def test_a_window_is_where_it_says(shape, most_bytes):
+    tensor = torch.arange(math.prod(shape), dtype=torch.int32).reshape(shape)
+    view, skipped = window(tensor, most_bytes)
+    taken = tensor.reshape(-1)[skipped // 4 : skipped // 4 + view.numel()]
+    assert torch.equal(view.reshape(-1), taken)
+    assert view.numel() * 4 <= max(4, most_bytes)
+    assert view.numel() or not tensor.numel()

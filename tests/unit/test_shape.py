@@ -56,7 +56,7 @@ OUTSIDE = {
     "format": {"google", "numpy", "torch", "native", "v1"},  # torch and numpy only inside functions: see below
     "store": {"native"},
     "native": {"numpy"},
-    "config": set(),
+    "config": {"store"},  # which knows the default directory
     "errors": set(),
     "types": set(),
     "failpoints": set(),
