@@ -31,7 +31,7 @@ def hurry(pid: int) -> bool:
         for thread in os.listdir(f"/proc/{pid}/task"):
             if os.getpriority(os.PRIO_PROCESS, int(thread)) > 0:
                 os.setpriority(os.PRIO_PROCESS, int(thread), 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, FileNotFoundError):
         return True  # it has ended
     except OSError:
         return False

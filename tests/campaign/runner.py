@@ -571,12 +571,12 @@ class World:
             self.violation(f"after {what} beside it, nothing of the training was promised any more")
 
     def do_second_job(self, ranks, episode):
-        """Another job with the same persist_dir, on the first node."""
+        """Another job with the same persist_dir, on the first node: refused, because the directory is not its own."""
         deadline = time.monotonic() + _FLUSH
         while not any(self.persist_dir.glob("step-*")) and time.monotonic() < deadline and ranks.alive():
             self.train(ranks, 0.1)
         node = self.cluster[0]
-        facts = Facts(False, frozenset(), False)
+        facts = Facts(False, frozenset(), any(self.persist_dir.iterdir()))
         other = self.launch([node], 1, 0, job=OTHER_JOB, persist=True)
         if self.wait_loaded(other, self.neighbour, facts):
             self.train(ranks, 2.0)

@@ -163,7 +163,7 @@ def test_a_flush_that_somebody_waits_for_ends_in_time_on_a_busy_host(job, memory
             else:
                 handle.request_persist()
                 with contextlib.suppress(AssertionError):
-                    wait_until(lambda handle=handle: handle.level >= flashckpt.Level.PERSISTED, "it", timeout=120.0)
+                    wait_until(lambda handle=handle: handle.level >= flashckpt.Level.PERSISTED, "it", timeout=45.0)
             took[urgent] = time.monotonic() - began
     finally:
         for one in busy:
