@@ -24,13 +24,14 @@ from flashckpt.errors import (
     PersistError,
     UnusableError,
 )
+from flashckpt.line import begun
 from flashckpt.load.claim import refuse_beside_live, refuse_beside_live_here
 from flashckpt.load.ground import Ground
 from flashckpt.load.readback import read_back
 from flashckpt.load.recover import Recovery, Request
-from flashckpt.load.take_over import highest_epoch, put_fence, take_over
+from flashckpt.load.take_over import highest_epoch, put_line, take_over
 from flashckpt.opening import open_all
-from flashckpt.persist.restore import load_newest, remember_fence, take_disk_inventory
+from flashckpt.persist.restore import load_newest, remember_line, take_disk_inventory
 from flashckpt.save.attempts import Attempts, check_step_to_load
 from flashckpt.save.deferred import Deferrals
 from flashckpt.save.handle import SaveHandle
@@ -43,17 +44,20 @@ from flashckpt.save.snapshot import when_ready
 from flashckpt.save.write import ShardWriter
 from flashckpt.store.owner import Owner
 from flashckpt.turns import Turn, Turns
-from flashckpt.types import Fence, Generation, Launch, Level, Outcome, Session, ShardId
+from flashckpt.types import Generation, Launch, Level, Outcome, Session, ShardId
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, MutableMapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 
     import torch
     import torch.distributed as dist
 
     from flashckpt.group import PrivateGroup
+    from flashckpt.line import Line
+    from flashckpt.load.histories import Pick
     from flashckpt.load.recover import Found
     from flashckpt.load.result import LoadResult
+    from flashckpt.persist.restore import DiskInventory
     from flashckpt.save.deferred import Deferred
     from flashckpt.save.flush_news import FlushNews
     from flashckpt.save.plan import SavePlan
@@ -158,6 +162,7 @@ class Checkpointer:
         self._slots.on_overtaken = self._outcomes.note_overtaken
         self._disk_epoch = 0  # the highest that a load saw in persist_dir
         self._writer = ShardWriter(self._store, self._slots, self._settings.job, self.config, self._threads)
+        self._writer.on_claimed = self._weakly_remember()
         self._attempts = Attempts(self._settings.job, self._store, self._writer)
         self._preparer = Preparer(
             self.config, self._topology, self._group, self._store, self._writer, self._settings.job
@@ -186,6 +191,15 @@ class Checkpointer:
                 this._begin()
 
         return mend, begin
+
+    def _weakly_remember(self) -> Callable[[Line], None]:
+        me = weakref.ref(self)
+
+        def remember(line: Line) -> None:
+            if (this := me()) is not None:
+                this._remember_line(line)
+
+        return remember
 
     # --- save -----------------------------------------------------------------------------------------------
 
@@ -378,6 +392,7 @@ class Checkpointer:
         allow_fresh: bool = False,
         read_only: bool | None = None,
         take_over: bool = False,
+        history: str | None = None,
         screen: Callable[[Found], Callable[[str], bool]] | None = None,
     ) -> LoadResult | None:
         """Fills the state dict, in place, from the newest usable generation (or that of `step`). Collective.
@@ -389,10 +404,12 @@ class Checkpointer:
         loaded, too. `screen` is called with what was found before any tensor is read: it raises where that must not be
         loaded, or says which keys to load.
 
-        A load takes the job over: what other launches saved above the loaded step is dead from then on, and they
-        can't save any more. Where trainers of another launch are alive on one of its nodes it raises LiveJobError on
-        all ranks, unless `take_over`. `read_only=True` (an evaluation beside the training, say) changes nothing, in
-        memory or on disk; by default it is `config.load_only`.
+        A load takes the job over: what other launches saved above the loaded step is abandoned from then on, and they
+        can't save any more. A load that finds nothing changes nothing until the first save. If there are two histories
+        of which none goes on from the other, it raises AmbiguousHistoryError, which names both, and changes nothing.
+        `history` is the name of the one to take, or of an abandoned one to go back to. Where trainers of another launch
+        are alive on one of its nodes it raises LiveJobError on all ranks, unless `take_over`. `read_only=True` (an
+        evaluation beside the training, say) changes nothing, in memory or on disk; by default it is `config.load_only`.
         """
         with self._alone("load"):
             read_only = self.reads_only(read_only, take_over)
@@ -406,13 +423,7 @@ class Checkpointer:
             began = time.perf_counter()
             self._group.meet("load", "newest" if step is None else f"step {step}", self.config.start_timeout)
             ground = self.ground()
-            on_disk = take_disk_inventory(
-                ground,
-                self.config.persist_dir,
-                self.config.start_timeout,
-                overwrite=self.config.persist_overwrite,
-            )
-            self._disk_epoch = max(self._disk_epoch, on_disk.highest_epoch)
+            on_disk = self._look_at_disk()
             if not read_only:
                 self._claim(take_over=take_over)
                 self._renew_launch()
@@ -427,6 +438,8 @@ class Checkpointer:
             with recovery:
                 inventory = recovery.take_inventory()
                 inventoried = time.perf_counter()
+                recovery.pick_history(inventory, step, history, on_disk.whole, on_disk.lines)
+                given_up: Pick | None = None
                 try:
                     persist_dir = self.config.persist_dir
                     try:
@@ -438,7 +451,7 @@ class Checkpointer:
                         raise
                     recovery.refuse_if_touched(error)
                     log.warning("nothing usable; allow_fresh: starting anew")
-                    result = None
+                    result, given_up = None, recovery.anew(inventory, on_disk.whole, on_disk.lines)
                 finally:
                     if not read_only:
                         recovery.keep_losses()
@@ -446,11 +459,13 @@ class Checkpointer:
                     raise UnusableError(
                         f"job {self._settings.job!r}: nothing but {inventory.quarantined} quarantined shards exist"
                     )
-                if not read_only:
-                    self._put_fence(result.generation if result else None)
                 if result is None:
-                    self._forget_persisted(read_only)
+                    if not read_only:
+                        self._begin_anew(given_up)
                     return None
+                if not read_only:
+                    line = recovery.line_for(self._slots.launch, result.generation)
+                    self._put_line(line, result.generation, recovery.present)
                 timings = dataclasses.replace(result.timings, inventory=inventoried - began)
                 log.info("loaded %s from %s in %.3f s", result.generation, result.source, timings.total)
                 return dataclasses.replace(result, timings=timings)
@@ -491,7 +506,7 @@ class Checkpointer:
         return chosen
 
     def start_fresh(self, *, take_over: bool = False) -> None:
-        """Declares everything that earlier launches saved dead. Collective. Their memory is reused by later saves.
+        """Abandons everything that earlier launches saved. Collective. Their memory is reused by later saves.
 
         Raises LiveJobError beside live trainers of another launch, unless `take_over`.
         """
@@ -501,8 +516,11 @@ class Checkpointer:
                 self._group.meet("start_fresh", "", self.config.start_timeout)
                 self._claim(take_over=take_over)
                 self._renew_launch()
-                self._put_fence(None)
-                self._forget_persisted(False)
+                on_disk = self._look_at_disk()
+                with Recovery(self.ground()) as recovery:
+                    inventory = recovery.take_inventory()
+                    given_up = recovery.anew(inventory, on_disk.whole, on_disk.lines)
+                self._put_line(self._begin_anew(given_up), None, recovery.present)
 
     def flush(self, step: int | None = None) -> Generation:
         """Asks this node's agent to bring the newest committed generation (or that of `step`) to persist_dir.
@@ -605,7 +623,7 @@ class Checkpointer:
         self._renew_launch()
         return self._writer.launch
 
-    def loaded_by_dcp(self, generation: Generation, launch: Launch | None) -> None:
+    def loaded_by_dcp(self, recovery: Recovery, generation: Generation, launch: Launch | None) -> None:
         """DCP filled the tensors; `launch` is the one that all ranks agreed to go on with, None if only some load."""
         self._deferrals.forget_frozen()
         if launch is not None:
@@ -615,8 +633,8 @@ class Checkpointer:
             self._outcomes.begin()
             self._attempts.follow()
             if self._topology.is_leader:
-                fence = Fence(step=generation.step, epoch=launch.epoch, nonce=launch.nonce)
-                self._slots.put_fence(fence, generation)
+                line = recovery.line_for(launch, generation)
+                self._slots.put_line(line.compacted(recovery.present), generation)
 
     # --- the rest -------------------------------------------------------------------------------------------
 
@@ -784,17 +802,36 @@ class Checkpointer:
         self._attempts.begin()
         self._outcomes.begin()
 
-    def _forget_persisted(self, read_only: bool) -> None:
-        """Whoever starts anew does not miss what lay in persist_dir."""
-        if not read_only and self._topology.is_leader:
-            self._store.forget_persisted()
-
-    def _put_fence(self, base: Generation | None) -> None:
+    def _look_at_disk(self) -> DiskInventory:
         """Collective."""
-        fence = put_fence(self._group, self._topology, self._slots, base)
+        found = take_disk_inventory(
+            self.ground(),
+            self.config.persist_dir,
+            self.config.start_timeout,
+            overwrite=self.config.persist_overwrite,
+        )
+        self._disk_epoch = max(self._disk_epoch, found.highest_epoch)
+        return found
+
+    def _begin_anew(self, given_up: Pick | None) -> Line:
+        """Return the line that the first save of this launch claims. `given_up`: what a person said to leave behind."""
+        if self._topology.is_leader:
+            self._store.forget_persisted()  # whoever starts anew does not miss what lay in persist_dir
+        line = begun(self._slots.launch) if given_up is None else given_up.line_for(self._slots.launch, None)
+        self._writer.due_line = line.compacted()
         self._attempts.follow()
+        return line
+
+    def _put_line(self, line: Line, base: Generation | None, present: Collection[Launch]) -> None:
+        """Collective."""
+        put_line(self._group, self._topology, self._slots, line.compacted(present), base)
+        self._attempts.follow()
+        self._remember_line(line)
+
+    def _remember_line(self, line: Line) -> None:
+        """For the day when all memory is gone."""
         if self.config.persist_dir is not None and self._topology.rank == 0:
-            remember_fence(self.config.persist_dir, self._settings.job, fence, self.config.save_timeout)
+            remember_line(self.config.persist_dir, self._settings.job, line, self.config.save_timeout)
 
 
 def _defers_all(_key: str, _tensor: torch.Tensor) -> bool:

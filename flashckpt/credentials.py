@@ -3,7 +3,7 @@
 A node's private key is made on the node and never leaves it. Rank 0 makes an authority in memory, signs one
 certificate a node, and forgets it. Certificates name job and node in a URI, `flashckpt://<job>/<node>`, which a server
 checks, and once more as a DNS name, a hash of the two: TLS itself then makes sure that a client talks to the node
-it means, at whatever address. They live long: what ends a launch is its fence, not a date.
+it means, at whatever address. They live long: what ends a launch is its line, not a date.
 cryptography is imported inside functions: it takes 0.1 s and 10 to 13 MB, which a job on one node need not spend.
 """
 

@@ -330,6 +330,7 @@ class FlashReader(StorageReader):
         self._checkpoint_id: str | None = None
         self._attempt: Attempt | None = None
         self._ground: Ground
+        self._recovery: Recovery
         self._launch: Launch | None = None  # taken over before anything was looked at
         self._rank = 0
 
@@ -362,7 +363,8 @@ class FlashReader(StorageReader):
         alone = checkpointer.is_on_one_node
         self._launch = None if alone or self._read_only else self._begin_launch()
         self._ground = checkpointer.ground(alone=alone)
-        self._attempt = Recovery(self._ground).find(self._step)
+        self._recovery = Recovery(self._ground)
+        self._attempt = self._recovery.find(self._step)
         return _metadata(self._attempt)
 
     def _begin_launch(self) -> Launch:
@@ -422,7 +424,7 @@ class FlashReader(StorageReader):
             raise cause if isinstance(cause, CorruptShardError) else UnusableError(error.message) from error
         for item, tensor in zip(tensors, resolved, strict=True):
             planner.commit_tensor(item, tensor)
-        checkpointer.loaded_by_dcp(attempt.generation, plan.storage_data)
+        checkpointer.loaded_by_dcp(self._recovery, attempt.generation, plan.storage_data)
         attempt.close()
         done: Future[None] = Future()
         done.set_result(None)

@@ -176,7 +176,11 @@ class UnusableError(FlashError):
 
 
 class AmbiguousHistoryError(FlashError):
-    """Two complete, unrelated histories and no fence between them."""
+    """Two complete histories of which none goes on from the other. Both are as they were. Not for a history that a
+    later launch has knowingly left behind: that one is abandoned.
+
+    `histories`: their names, oldest first; `steps`: the newest complete step of each.
+    """
 
     code = "FC-LOAD-003"
 

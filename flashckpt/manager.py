@@ -287,6 +287,7 @@ class CheckpointManager:
         allow_fresh: bool = False,
         read_only: bool | None = None,
         take_over: bool = False,
+        history: str | None = None,
     ) -> LoadResult | None:
         """Restores the newest usable checkpoint, or that of `step`. None: the job has never saved one. Collective.
 
@@ -302,6 +303,9 @@ class CheckpointManager:
         `read_only` leaves the job as it is, in memory and on disk, for an evaluation beside the training; it is the
         default with `config.load_only`. Without it, a load beside live trainers of another launch raises
         LiveJobError; `take_over=True` takes the job from them, and their saves fail from then on.
+
+        If there are two histories of which none goes on from the other, AmbiguousHistoryError names both; `history`
+        takes the one of that name, or goes back to an abandoned one.
         """
         self._check_free("load")
         if step != -1:
@@ -327,6 +331,7 @@ class CheckpointManager:
                 allow_fresh=allow_fresh,
                 read_only=read_only,
                 take_over=take_over,
+                history=history,
                 screen=lambda found: screen(found, wish, self._state.model, self._state.optimizer),
             )
         if result is not None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from flashckpt.line import Line
 
 MAX_KEEPS = 64  # generations that a commit record may name beside its own
 
@@ -44,7 +47,7 @@ class Generation(NamedTuple):
 
 
 def age_order(generation: Generation) -> tuple[int, int, int, int]:
-    """Newest last. Steps never go down within a launch, and fences bury what a rollback left above it."""
+    """Newest last on one line: steps never go down within a launch, nor from a launch to the one that continues it."""
     return (generation.step, generation.epoch, generation.nonce, generation.seq)
 
 
@@ -70,23 +73,6 @@ class Claimant:
     launch: Launch
     claimed_at: float  # when it began that launch, in seconds since 1970
     is_ending: bool  # a signal is about to end it, or it is on its way out
-
-
-@dataclass(frozen=True, slots=True)
-class Fence:
-    """Generations of launches older than (epoch, nonce) with a step above `step` are dead."""
-
-    step: int
-    epoch: int
-    nonce: int
-
-    @property
-    def order(self) -> tuple[int, int, int]:
-        """The greater one is in force: a newer launch's; within a launch the lower step, which kills more."""
-        return self.epoch, self.nonce, -self.step
-
-    def kills(self, generation: Generation) -> bool:
-        return (generation.epoch, generation.nonce) < (self.epoch, self.nonce) and generation.step > self.step
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,10 +260,11 @@ class NodeInventory:
 
     node_id: str
     holdings: tuple[Holding, ...]
-    fence: Fence | None
+    lines: tuple[Line, ...]  # of the launches that something is left of here, the newest last
     quarantined: int  # files that failed verification and were set aside
     damaged: tuple[tuple[ShardId, str], ...]  # found bad here lately, with the reason; not among the holdings
     past: tuple[Session, ...]  # of earlier launches, newest last: they say who would have a shard that is missing
+    damaged_lines: int = 0  # files with lines that can't be believed
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from flashckpt.types import ChunkRange, Fence, Generation, Launch, Record, ShardId
+    from flashckpt.line import Line
+    from flashckpt.types import ChunkRange, Generation, Launch, Record, ShardId
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,11 +172,11 @@ class Health:
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """Every message: who speaks, in which launch, behind which fence."""
+    """Every message: who speaks, in which launch, behind which line."""
 
     sender: str  # node id
     launch: Launch
-    fence: Fence | None
+    line: Line | None
     body: Body
 
 
@@ -184,7 +185,7 @@ class Answer:
     """To every message: what the receiver knows, which may be newer than what the sender does."""
 
     launch: Launch | None  # the newest one the receiver has seen
-    fence: Fence | None
+    line: Line | None
     record: Record | None  # of the sender's launch
     voids: tuple[Generation, ...]
     refused: str = ""  # why the message was not taken; "" = it was
@@ -202,7 +203,7 @@ class PutOpen:
 
     sender: str
     launch: Launch
-    fence: Fence | None
+    line: Line | None
     shard: ShardId
     tag: int
     digest: bytes
@@ -230,7 +231,7 @@ class PutRefused:
     reason: str
     retry: bool  # whether asking again later may help
     launch: Launch | None  # the newest one the receiver has seen
-    fence: Fence | None
+    line: Line | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +240,7 @@ class GetOpen:
 
     sender: str
     launch: Launch  # the sender's, not the shard's
-    fence: Fence | None
+    line: Line | None
     shard: ShardId
     digest: bytes
     with_head: bool
@@ -263,4 +264,4 @@ class GetRefused:
     reason: str
     retry: bool  # whether asking again later may help
     launch: Launch | None = None  # the newest one the holder has seen
-    fence: Fence | None = None
+    line: Line | None = None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from flashckpt.agent.commit import launch_of
 from flashckpt.agent.messages import Accept, Decline, DeclineGet, Serve
+from flashckpt.line import launch_of
 from flashckpt.wire import GetRefused, PutHave, PutRefused
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def answer_put(
     held = custody.held.get(put.shard)
     reason, retry = _why_no_put(put, standing, ledger, custody, expected, is_spare)
     if reason:
-        return Decline(PutRefused(reason, retry, standing.newest, standing.fence))
+        return Decline(PutRefused(reason, retry, standing.newest, standing.line))
     if held is None:
         return Accept(heals=_is_extra(put.shard, standing, ledger, custody))
     if held.digest == put.digest:
@@ -49,7 +49,7 @@ def answer_get(get: GetOpen, standing: Standing, custody: Custody) -> Serve | De
     elif not reason and held is not None and held.digest != get.digest:
         reason = _OTHER_CONTENT
     if reason or held is None:
-        return DeclineGet(GetRefused(reason, retry, standing.newest, standing.fence))
+        return DeclineGet(GetRefused(reason, retry, standing.newest, standing.line))
     return Serve(held)
 
 

@@ -5,19 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from flashckpt.types import Launch, age_order
+from flashckpt.line import launch_of
+from flashckpt.types import age_order
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Set
 
-    from flashckpt.types import Fence, Generation, Record, Session
+    from flashckpt.line import Line
+    from flashckpt.types import Generation, Launch, Record, Session
 
 
-def launch_of(generation: Generation) -> Launch:
-    return Launch(generation.epoch, generation.nonce)
-
-
-def threshold(records: Iterable[Record], session: Session | None, fence: Fence | None) -> Record | None:
+def threshold(records: Iterable[Record], session: Session | None, line: Line | None) -> Record | None:
     """The record that older generations may go for: the newest one of the present launch.
 
     Records of earlier launches license nothing: a node that was away may bring one of a past that was
@@ -28,7 +26,7 @@ def threshold(records: Iterable[Record], session: Session | None, fence: Fence |
     mine = [
         record
         for record in records
-        if launch_of(record.generation) == session.launch and not (fence is not None and fence.kills(record.generation))
+        if launch_of(record.generation) == session.launch and not (line is not None and line.kills(record.generation))
     ]
     return max(mine, key=lambda record: age_order(record.generation), default=None)
 
@@ -36,27 +34,34 @@ def threshold(records: Iterable[Record], session: Session | None, fence: Fence |
 def droppable(
     generation: Generation,
     record: Record | None,
-    fence: Fence | None,
+    line: Line | None,
     voids: Collection[Generation],
     base: Generation | None,
+    root: Launch | None = None,
 ) -> str:
-    """Why shards of this generation may go; "" = they stay.
+    """Why shards of this generation may go; "" = they stay. `root` is that of its launch's line, if that is known.
 
-    Shortage of memory is no reason: a replica that was acknowledged counts in somebody's commit.
+    Shortage of memory is no reason: a replica that was acknowledged counts in somebody's commit. Nor is a record for
+    what its line does not know: that is a history of its own.
     """
-    if fence is not None and fence.kills(generation):
-        return f"fenced: step {fence.step} was loaded at epoch {fence.epoch}"
+    abandoned = "" if line is None else line.why_killed(generation, root)
+    if abandoned:
+        return abandoned
     if generation == base and (record is None or age_order(record.generation) <= age_order(generation)):
         return ""
     if generation in voids:
         return "a rank gave it up"
-    if record is not None and age_order(generation) < age_order(record.generation) and generation not in record.keeps:
+    launch = launch_of(generation)
+    is_known = line is not None and line.cut(launch, root) is not None
+    if record is None or not (is_known or launch == launch_of(record.generation)):
+        return ""
+    if age_order(generation) < age_order(record.generation) and generation not in record.keeps:
         return f"step {record.generation.step} is committed"
     return ""
 
 
 def keeps(
-    generation: Generation, count: int, record: Record | None, fence: Fence | None, base: Generation | None
+    generation: Generation, count: int, record: Record | None, line: Line | None, base: Generation | None
 ) -> tuple[Generation, ...]:
     """Which `count` - 1 older generations stay when this one is committed: the newest good ones, newest first.
 
@@ -64,7 +69,7 @@ def keeps(
     """
     older = (record.generation, *record.keeps) if record is not None else () if base is None else (base,)
     good = [
-        one for one in older if age_order(one) < age_order(generation) and not (fence is not None and fence.kills(one))
+        one for one in older if age_order(one) < age_order(generation) and not (line is not None and line.kills(one))
     ]
     return tuple(good[: max(0, count - 1)])
 

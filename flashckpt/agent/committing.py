@@ -165,7 +165,7 @@ class Committing:
 
     def _commit(self, generation: Generation, world: int, count: int, now: float) -> None:
         ledger, standing = self._ledger, self._standing
-        stay = keeps(generation, count, ledger.threshold, standing.fence, ledger.base)
+        stay = keeps(generation, count, ledger.threshold, standing.line, ledger.base)
         reports = self.ballot.reports(generation)
         self._take_record(Record(generation, world, standing.replicas, now + self._wall_offset, stay))
         self._copying.note_commit(generation, reports, now)

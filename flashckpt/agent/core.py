@@ -5,7 +5,7 @@ are its two drivers; both must carry the effects of one list out in order, and o
 
 What it guarantees (docs/protocol.md): a shard is reported only while enough other nodes hold it verified; a record
 is written only when every rank's shard is reported, by the coordinator of the launch, once; a copy that was
-acknowledged goes only when its generation is fenced, given up, or followed by a record of the same launch; and
+acknowledged goes only when its generation is abandoned, given up, or followed by a record of the same launch; and
 nothing of an older launch has any effect once a newer one was seen. Healing (agent/healing.py) only ever adds copies.
 
 Here every event finds the parts that it concerns. Each part owns its state, reads that of the parts it was given, and
@@ -19,7 +19,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from flashckpt.agent.admit import answer_get, answer_put
-from flashckpt.agent.commit import launch_of
 from flashckpt.agent.committing import Committing
 from flashckpt.agent.copying import Copying
 from flashckpt.agent.custody import Custody
@@ -35,7 +34,6 @@ from flashckpt.agent.messages import (
     Begun,
     Effect,
     Event,
-    FencePut,
     Fetched,
     FlushEnded,
     FlushWanted,
@@ -44,6 +42,7 @@ from flashckpt.agent.messages import (
     Gone,
     KeepSession,
     LeaseEnded,
+    LinePut,
     Moved,
     Notify,
     Pushed,
@@ -68,14 +67,16 @@ from flashckpt.agent.releasing import Releasing
 from flashckpt.agent.replicating import Replicating
 from flashckpt.agent.standing import Standing, overtaken_by
 from flashckpt.agent.talking import Talking
+from flashckpt.line import launch_of
 from flashckpt.types import Level
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from flashckpt.agent.verdict import Word
+    from flashckpt.line import Line
     from flashckpt.placement import Placement
-    from flashckpt.types import Fence, Generation, Held, Launch, Record, Session, ShardId
+    from flashckpt.types import Generation, Held, Launch, Record, Session, ShardId
     from flashckpt.wire import Report
 
 
@@ -126,8 +127,13 @@ class AgentCore:
         return self.standing.placement
 
     @property
-    def fence(self) -> Fence | None:
-        return self.standing.fence
+    def line(self) -> Line | None:
+        """In force."""
+        return self.standing.line
+
+    @property
+    def lines(self) -> tuple[Line, ...]:
+        return self.standing.lines
 
     @property
     def newest(self) -> Launch | None:
@@ -201,7 +207,7 @@ class AgentCore:
 
     def _on_started(self, event: Started, now: float) -> None:
         self.custody.start(event.held)
-        self.standing.start(event.fence)
+        self.standing.start(event.lines)
         self.ledger.start(event.records)
         if event.session is not None:
             self._enter(event.session, now, event.base)
@@ -231,20 +237,23 @@ class AgentCore:
         for held in self.custody.all_held():
             self.replicating.consider(held, now)
 
-    def _on_fence_put(self, event: FencePut, now: float) -> None:
+    def _on_line_put(self, event: LinePut, now: float) -> None:
         if self.standing.is_older(event.launch):
             self.outbox.add(RefuseFenced(None, self.standing.why_fenced(event.launch)))
             return
-        # Before the fence: what was loaded must not be taken for one of those that go.
+        # Before the line: what was loaded must not be taken for one of those that go.
         self.outbox.add(*self.ledger.keep_base(event.base))
         self.flushing.loaded(event.base, now)
-        self._learn(event.launch, event.fence)
+        self._learn(event.launch, event.line)
         self.releasing.collect()
 
-    def _learn(self, launch: Launch | None, fence: Fence | None) -> None:
+    def _learn(self, launch: Launch | None, line: Line | None) -> None:
         """Adopts what is newer. A launch that is dead goes quiet, and its trainers hear of it."""
         was_fenced = self.is_fenced
-        self.outbox.add(*self.standing.learn(launch, fence))
+        adopted = self.standing.learn(launch, line)
+        if adopted:
+            self.standing.forget({launch_of(shard.generation) for shard in self.held})
+            self.outbox.add(*adopted)
         if self.session is not None and self.is_fenced and not was_fenced:
             self.pushing.stop()
             self.committing.stop()
@@ -287,7 +296,7 @@ class AgentCore:
 
     def _on_fetched(self, event: Fetched, now: float) -> None:
         self._on_sealed(Sealed(event.held), now)
-        # While it came in, a fence or another launch may have made it needless.
+        # While it came in, a line or another launch may have made it needless.
         if event.held.shard in self.held:
             self.outbox.add(Acknowledge())
 
@@ -320,18 +329,18 @@ class AgentCore:
 
     # --- other nodes ----------------------------------------------------------------------------------------
 
-    def _meet(self, node_id: str, launch: Launch | None, fence: Fence | None, now: float) -> None:
+    def _meet(self, node_id: str, launch: Launch | None, line: Line | None, now: float) -> None:
         """It was heard from, and what it says of launches counts before all else."""
         self.peers.hear(node_id, now)
-        self._learn(launch, fence)
+        self._learn(launch, line)
 
     def _on_told(self, event: Told, now: float) -> None:
         envelope = event.envelope
-        self._meet(envelope.sender, envelope.launch, envelope.fence, now)
+        self._meet(envelope.sender, envelope.launch, envelope.line, now)
         self.talking.told(envelope, now)
 
     def _on_answered(self, event: Answered, now: float) -> None:
-        self._meet(event.node_id, event.answer.launch, event.answer.fence, now)
+        self._meet(event.node_id, event.answer.launch, event.answer.line, now)
         self.talking.answered(event.node_id, event.answer, now)
 
     def _on_unreachable(self, event: Unreachable, now: float) -> None:
@@ -342,7 +351,7 @@ class AgentCore:
 
     def _on_put_asked(self, event: PutAsked, now: float) -> None:
         put = event.put
-        self._meet(put.sender, put.launch, put.fence, now)
+        self._meet(put.sender, put.launch, put.line, now)
         self.releasing.collect()
         expected = self.copying.is_expected(put.shard, put.digest, now)
         spare = self.releasing.is_only_flushed
@@ -352,7 +361,7 @@ class AgentCore:
         self.peers.hear(event.sender, now)
         shard, standing = event.held.shard, self.standing
         asked_for = self.custody.add(event.held)
-        # While it came in, a fence, a record or another launch may have made it needless: then it does not count.
+        # While it came in, a line, a record or another launch may have made it needless: then it does not count.
         self.releasing.collect()
         counts = asked_for or standing.is_of_this_launch(shard.generation) or shard.generation == self.kept
         is_present = self.session is not None and self.session.launch == event.launch and not self.is_fenced
@@ -363,14 +372,14 @@ class AgentCore:
                 self.copying.say_holds(now)
 
     def _on_get_asked(self, event: GetAsked, now: float) -> None:
-        self._meet(event.get.sender, event.get.launch, event.get.fence, now)
+        self._meet(event.get.sender, event.get.launch, event.get.line, now)
         self.releasing.collect()
         self.outbox.add(answer_get(event.get, self.standing, self.custody))
 
     def _on_pushed(self, event: Pushed, now: float) -> None:
         if event.end is not PushEnd.FAILED:
             self.peers.hear(event.node_id, now)
-        self._learn(event.launch, event.fence)
+        self._learn(event.launch, event.line)
         # Only now: what was learned may have put an end to all transfers of this launch.
         one = self.pushing.end(event, now)
         if one is None:
@@ -389,7 +398,7 @@ class AgentCore:
 _HANDLERS: dict[type, Callable[[AgentCore, Any, float], None]] = {
     Started: AgentCore._on_started,
     Begun: AgentCore._on_begun,
-    FencePut: AgentCore._on_fence_put,
+    LinePut: AgentCore._on_line_put,
     SlotWanted: AgentCore._on_slot_wanted,
     WantDropped: AgentCore._on_want_dropped,
     Sealed: AgentCore._on_sealed,

@@ -111,7 +111,7 @@ class Flushing:
         return [HurryFlush()]
 
     def lost(self, generation: Generation) -> None:
-        """It was given up, fenced, or is not held any more."""
+        """It was given up, abandoned, or is not held any more."""
         if self.wanted is not None and self.wanted.generation == generation:
             self.wanted = None
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from flashckpt.agent.commit import launch_of
 from flashckpt.agent.messages import Grant, RefuseBusy, RefuseFenced
+from flashckpt.line import launch_of
 from flashckpt.types import age_order
 
 if TYPE_CHECKING:

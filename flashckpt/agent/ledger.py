@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from flashckpt.agent.commit import droppable, launch_of, threshold
+from flashckpt.agent.commit import droppable, threshold
 from flashckpt.agent.messages import KeepRecord, KeepSession, Notify
+from flashckpt.line import launch_of
 from flashckpt.types import Level, age_order
 
 if TYPE_CHECKING:
@@ -13,7 +14,8 @@ if TYPE_CHECKING:
 
     from flashckpt.agent.messages import Effect
     from flashckpt.agent.standing import Standing
-    from flashckpt.types import Fence, Generation, Record, Session
+    from flashckpt.line import Line
+    from flashckpt.types import Generation, Record, Session
 
 _KEPT_RECORDS = 4
 _KEPT_VOIDS = 64
@@ -30,7 +32,7 @@ class Ledger:
         self.own_voids: dict[Generation, None] = {}  # given up here; the coordinator has to hear of it
         self.hearsay: Generation | None = None  # other members have a record of it
         # The last answer, with what it was the answer to.
-        self._threshold: tuple[tuple[Record, ...], Session | None, Fence | None, Record | None] = ((), None, None, None)
+        self._threshold: tuple[tuple[Record, ...], Session | None, Line | None, Record | None] = ((), None, None, None)
 
     def start(self, records: Iterable[Record]) -> None:
         """With what lies in the directory."""
@@ -49,11 +51,11 @@ class Ledger:
     def threshold(self) -> Record | None:
         """The record that older generations may go for."""
         # Asked many times an event, and changes rarely.
-        records, session, fence, answer = self._threshold
+        records, session, line, answer = self._threshold
         standing = self._standing
-        if records is not self.records or session is not standing.session or fence is not standing.fence:
-            answer = threshold(self.records, standing.session, standing.fence)
-            self._threshold = (self.records, standing.session, standing.fence, answer)
+        if records is not self.records or session is not standing.session or line is not standing.line:
+            answer = threshold(self.records, standing.session, standing.line)
+            self._threshold = (self.records, standing.session, standing.line, answer)
         return answer
 
     @property
@@ -90,7 +92,9 @@ class Ledger:
 
     def why_droppable(self, generation: Generation) -> str:
         """Why shards of this generation may go; "" = they stay."""
-        return droppable(generation, self.threshold, self._standing.fence, self.voids, self.base)
+        standing = self._standing
+        root = standing.root_of(launch_of(generation))
+        return droppable(generation, self.threshold, standing.line, self.voids, self.base, root)
 
     # --- changes --------------------------------------------------------------------------------------------
 
@@ -139,12 +143,12 @@ class Ledger:
 
     def hear_base(self, base: Generation | None) -> list[Effect]:
         """From another member: an agent that came back blank has nobody else to tell it what was loaded."""
-        session, fence = self._standing.session, self._standing.fence
-        if base is None or session is None or fence is None or self.kept is not None:
+        session, line = self._standing.session, self._standing.line
+        if base is None or session is None or line is None or self.kept is not None:
             return []
-        decided = (fence.epoch, fence.nonce) == (session.launch.epoch, session.launch.nonce)
         # The answer may be late, to a question of the launch before: its base is another one.
-        return self.keep_base(base) if decided and base.step == fence.step else []
+        is_this_base = line.head == session.launch and line.cut(launch_of(base)) == base.step
+        return self.keep_base(base) if is_this_base else []
 
     def hear_kept(self, generation: Generation) -> None:
         """A member says that it is committed, where the coordinator can't tell."""

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from flashckpt.types import Fence, Generation, Held, Launch, Level, Record, Session, ShardId
+    from flashckpt.line import Line
+    from flashckpt.types import Generation, Held, Launch, Level, Record, Session, ShardId
     from flashckpt.wire import Answer, Body, Envelope, FlushOrder, GetOpen, GetRefused, PutHave, PutOpen, PutRefused
 
 # --- events: from this node
@@ -18,7 +19,7 @@ class Started:
     """The agent looked at what lies in its directory."""
 
     held: tuple[Held, ...]
-    fence: Fence | None
+    lines: tuple[Line, ...]  # of launches that something is left of; the one in force last
     records: tuple[Record, ...]
     session: Session | None
     base: Generation | None = None  # what the session has loaded
@@ -32,11 +33,11 @@ class Begun:
 
 
 @dataclass(frozen=True, slots=True)
-class FencePut:
-    """A load of this launch ended: what lies above is dead, and `base` was loaded."""
+class LinePut:
+    """The launch goes on from `base` (None: from nothing): what its line abandons is dead."""
 
     launch: Launch
-    fence: Fence
+    line: Line
     base: Generation | None
 
 
@@ -189,7 +190,7 @@ class Pushed:
     digest: bytes = b""  # what the holder acknowledged
     reason: str = ""
     launch: Launch | None = None  # the newest one that a refusing node has seen
-    fence: Fence | None = None
+    line: Line | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +204,7 @@ class Moved:
 Event = (
     Started
     | Begun
-    | FencePut
+    | LinePut
     | SlotWanted
     | WantDropped
     | Sealed
@@ -235,8 +236,8 @@ class KeepSession:
 
 
 @dataclass(frozen=True, slots=True)
-class KeepFence:
-    fence: Fence
+class KeepLine:
+    line: Line
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,7 +371,7 @@ class StopFlush:
 
 Effect = (
     KeepSession
-    | KeepFence
+    | KeepLine
     | KeepRecord
     | Release
     | Quarantine

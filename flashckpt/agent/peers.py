@@ -183,9 +183,9 @@ class Peers:
         return self._hello()
 
     def _hello(self) -> Hello:
-        launch, fence = self._shell.standing()
+        launch, line = self._shell.standing()
         options, here = self._shell.options, self._shell.trainers.here()
-        return Hello(VERSION, options.job, options.node_id, self._address, launch, fence, here)
+        return Hello(VERSION, options.job, options.node_id, self._address, launch, line, here)
 
     def tell(self, peer: str, envelope: Envelope) -> Answer:
         failpoint("before_tell_taken")
@@ -240,7 +240,7 @@ class Peers:
     def _why_stranger(self, peer: str, launch: Launch) -> str:
         """Why a node may not speak in the name of the launch that this one works for; "" = it may.
 
-        Before the core hears of it, which learns fences from everybody: it is for nodes of newer launches, which may
+        Before the core hears of it, which learns lines from everybody: it is for nodes of newer launches, which may
         be others, that it does.
         """
         mine, _ = self._shell.standing_of_session()
@@ -366,11 +366,11 @@ class Peers:
                     return
                 body = waiting.popleft()
             try:
-                launch, fence = self._shell.standing_of_session()
+                launch, line = self._shell.standing_of_session()
                 if launch is None:
                     continue
                 client = self.client(node_id)
-                envelope = Envelope(self._shell.options.node_id, launch, fence, body)
+                envelope = Envelope(self._shell.options.node_id, launch, line, body)
                 failpoint("before_tell")
                 answer = client.tell(envelope, self._shell.options.peer_timeout)
                 failpoint("after_tell")
@@ -410,7 +410,7 @@ class Peers:
         self._shell.feed(event)
 
     def _push_once(self, held: Held, node_id: str) -> Pushed:
-        launch, fence = self._shell.standing_of_session()
+        launch, line = self._shell.standing_of_session()
         if launch is None:
             raise FencedError("this node has no launch")
         client = self.client(node_id)
@@ -419,7 +419,7 @@ class Peers:
             opening = PutOpen(
                 self._shell.options.node_id,
                 launch,
-                fence,
+                line,
                 held.shard,
                 held.tag,
                 outgoing.digest,
@@ -430,7 +430,7 @@ class Peers:
         failpoint("after_push")
         if result.end is PutEnd.REFUSED:
             end = PushEnd.LATER if result.retry else PushEnd.REFUSED
-            return Pushed(held.shard, node_id, end, reason=result.reason, launch=result.launch, fence=result.fence)
+            return Pushed(held.shard, node_id, end, reason=result.reason, launch=result.launch, line=result.line)
         return Pushed(held.shard, node_id, PushEnd.ACKED, digest=result.digest)
 
     def client(self, node_id: str) -> PeerClient:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Releasing:
-    """A copy that was acknowledged goes only when its generation is fenced, given up, or followed by a record of the
+    """A copy that was acknowledged goes only when its generation is abandoned, given up, or followed by a record of the
     same launch (agent/commit.py), and a flush has no more need of it."""
 
     def __init__(

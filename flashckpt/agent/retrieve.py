@@ -250,7 +250,7 @@ class _Run:
             self._shell.note_sealed(retrieval.shard)
             held = Held(retrieval.shard, retrieval.digest, retrieval.size_bytes, retrieval.tag)
             if not any(isinstance(effect, Acknowledge) for effect in self._shell.feed(Fetched(held))):
-                raise CannotBeHadError(retrieval.shard, (("", "a newer fence has killed it meanwhile"),))
+                raise CannotBeHadError(retrieval.shard, (("", "a newer line has killed it meanwhile"),))
         self._places[retrieval.shard] = name
 
     def _ask(
@@ -262,14 +262,14 @@ class _Run:
         taker: Taker,
         timeout: float,
     ) -> GetRefused | None:
-        launch, fence = self._shell.standing_of_session()
+        launch, line = self._shell.standing_of_session()
         if launch is None:
             raise ClosedError("a newer launch has begun elsewhere")
         try:
             client = self._shell.peers.client(node_id)
         except ClosedError as error:  # no credentials
             raise PeerError(error.message, peer=node_id) from error
-        get = GetOpen(self._shell.options.node_id, launch, fence, shard, digest, not ranges, ranges)
+        get = GetOpen(self._shell.options.node_id, launch, line, shard, digest, not ranges, ranges)
         return client.get(get, taker, timeout)
 
     def _count(self, size_bytes: int) -> None:

@@ -13,7 +13,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from flashckpt.agent.commit import launch_of, threshold
+from flashckpt.agent.commit import threshold
 from flashckpt.agent.core import AgentCore
 from flashckpt.agent.flusher import Flusher
 from flashckpt.agent.limits import Limits
@@ -23,7 +23,7 @@ from flashckpt.agent.messages import (
     Gone,
     Grant,
     HurryFlush,
-    KeepFence,
+    KeepLine,
     KeepRecord,
     KeepSession,
     Notify,
@@ -53,6 +53,7 @@ from flashckpt.agent.trainers import Trainers
 from flashckpt.agent.watch import Watch
 from flashckpt.errors import ConfigError, FlashError, NoSpaceError, NotFoundError, PeerError
 from flashckpt.failpoints import failpoint, is_testing
+from flashckpt.line import launch_of
 from flashckpt.persist.spec import FlushSpec
 from flashckpt.rpc.agent_server import AgentServer
 from flashckpt.rpc.api import Progress
@@ -64,8 +65,9 @@ if TYPE_CHECKING:
     from flashckpt.agent.messages import Effect, Event
     from flashckpt.agent.process import Options
     from flashckpt.credentials import Bundle
+    from flashckpt.line import Line
     from flashckpt.store.slots import SlotStore
-    from flashckpt.types import Fence, Generation, Launch, Session
+    from flashckpt.types import Generation, Launch, Session
 
 __all__ = ["OpenShard", "Shell"]
 
@@ -115,16 +117,16 @@ class Shell:
         failpoint("mid_start")
         session, base = self._succession.read()
         trust_epoch(max(self.store.highest_epoch(), 0 if session is None else session.launch.epoch))
-        fence, records = self.store.read_fence(), self.store.read_records()
+        lines, records = self.store.read_lines(), self.store.read_records()
         lacking = owed(
             {one.shard for one in held},
             self._files.set_aside,
-            threshold(records, session, fence),
+            threshold(records, session, lines[-1] if lines else None),
             session,
             self.options.node_id,
         )
         with self._lock:
-            self._apply(Started(held + lacking, fence, records, session, base))
+            self._apply(Started(held + lacking, lines, records, session, base))
             for one in lacking:
                 self._apply(Gone(one.shard))
         if session is not None and len(session.members) > 1:
@@ -297,8 +299,8 @@ class Shell:
         match effect:
             case KeepSession(session, base):
                 self._succession.keep_session(session, base, self._core.held)
-            case KeepFence(fence):
-                self._succession.keep_fence(fence)
+            case KeepLine(line):
+                self._succession.keep_line(line)
             case KeepRecord(record):
                 self._succession.keep_record(record)
             case Release(shard, reason):
@@ -399,10 +401,11 @@ class Shell:
                     )
                     for shard, held in everything.items()
                 ),
-                self._core.fence,
+                self._core.lines,
                 quarantined,
                 self._files.damaged(everything),
                 self._succession.past(self._core.session),
+                len(self.store.damaged_lines()),
             )
 
     def held(self, shard: ShardId) -> Held | None:
@@ -443,20 +446,20 @@ class Shell:
     # --- what the others of this package ask ----------------------------------------------------------------
 
     @property
-    def fence(self) -> Fence | None:
+    def line(self) -> Line | None:
         with self._lock:
-            return self._core.fence
+            return self._core.line
 
-    def standing(self) -> tuple[Launch | None, Fence | None]:
-        """The newest launch known here, and the fence."""
+    def standing(self) -> tuple[Launch | None, Line | None]:
+        """The newest launch known here, and the line in force."""
         with self._lock:
-            return self._core.newest, self._core.fence
+            return self._core.newest, self._core.line
 
-    def standing_of_session(self) -> tuple[Launch | None, Fence | None]:
-        """The launch that this node works for, and the fence; None where it works for none."""
+    def standing_of_session(self) -> tuple[Launch | None, Line | None]:
+        """The launch that this node works for (None: none), and the line in force."""
         with self._lock:
             session = self._core.session
-            return (None if session is None or self._core.is_fenced else session.launch), self._core.fence
+            return (None if session is None or self._core.is_fenced else session.launch), self._core.line
 
     def others(self) -> tuple[str, ...]:
         """The other nodes of the launch."""

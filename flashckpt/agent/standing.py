@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from flashckpt.agent.commit import launch_of
-from flashckpt.agent.messages import KeepFence
+from flashckpt.agent.messages import KeepLine
+from flashckpt.line import by_head, launch_of, newer
 from flashckpt.placement import Placement, place
-from flashckpt.types import Launch
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
     from flashckpt.agent.messages import Effect
-    from flashckpt.types import Fence, Generation, Member, Session, ShardId
+    from flashckpt.line import Line
+    from flashckpt.types import Generation, Launch, Member, Session, ShardId
 
 
 class Standing:
@@ -21,46 +23,70 @@ class Standing:
         self.node_id = node_id
         self.session: Session | None = None
         self.placement: Placement | None = None
-        self.fence: Fence | None = None
+        self.line: Line | None = None  # in force
+        self._lines: dict[Launch, Line] = {}  # of launches that something is left of here, and the one in force
         self.seen: Launch | None = None  # the newest launch that anybody spoke of
         # The last answer, with what it was the answer to.
-        self._newest: tuple[Launch | None, Session | None, Fence | None, Launch | None] = (None, None, None, None)
+        self._newest: tuple[Launch | None, Session | None, Line | None, Launch | None] = (None, None, None, None)
 
     # --- changes --------------------------------------------------------------------------------------------
 
-    def start(self, fence: Fence | None) -> None:
+    def start(self, lines: Iterable[Line]) -> None:
         """With what lies in the directory."""
-        self.fence = fence
+        self._lines = by_head(lines)
+        self.line = next(reversed(self._lines.values()), None)
 
     def enter(self, session: Session) -> Placement:
         self.session = session
         self.placement = place(session.members, session.replicas, session.strategy)
         return self.placement
 
-    def learn(self, launch: Launch | None, fence: Fence | None) -> list[Effect]:
+    def learn(self, launch: Launch | None, line: Line | None) -> list[Effect]:
         """Adopts what is newer."""
         if launch is not None and (self.seen is None or self.seen.is_older_than(launch)):
             self.seen = launch
-        # A fence of a launch that has been overtaken comes too late: the newer one has chosen, or is choosing, from
-        # what lies here, and its own fence will say what is dead. The late one might kill the very thing it loads.
-        late = fence is not None and self.is_older(Launch(fence.epoch, fence.nonce))
-        if fence is None or late or (self.fence is not None and self.fence.order >= fence.order):
+        # A line of a launch that has been overtaken comes too late: the newer one has chosen, or is choosing, from
+        # what lies here, and its own line will say what is dead. The late one might kill the very thing it loads.
+        if line is None or self.is_older(line.head):
             return []
-        self.fence = fence
-        return [KeepFence(fence)]
+        in_force = newer(self.line, line)
+        if in_force is None or in_force == self.line:
+            return []
+        self.line = self._lines[in_force.head] = in_force
+        return [KeepLine(in_force)]
+
+    def forget(self, present: Collection[Launch]) -> None:
+        """Drop the lines of launches that nothing is left of here, if the line in force knows of them."""
+        line = self.line
+        if line is not None:
+            self._lines = {
+                head: one
+                for head, one in self._lines.items()
+                if head == line.head or head in present or not line.supersedes(one)
+            }
+
+    @property
+    def lines(self) -> tuple[Line, ...]:
+        """Of launches that something is left of here; the one in force last."""
+        return tuple(by_head(self._lines.values()).values())
+
+    def root_of(self, launch: Launch) -> Launch | None:
+        """None: its line is not known here."""
+        line = self._lines.get(launch)
+        return None if line is None else line.root
 
     # --- launches -------------------------------------------------------------------------------------------
 
     @property
     def newest(self) -> Launch | None:
         """The newest launch known here, by whatever sign."""
-        seen, session, fence, answer = self._newest
-        if seen is not self.seen or session is not self.session or fence is not self.fence:
+        seen, session, line, answer = self._newest
+        if seen is not self.seen or session is not self.session or line is not self.line:
             known = [self.session.launch] if self.session is not None else []
             known += [self.seen] if self.seen is not None else []
-            known += [Launch(self.fence.epoch, self.fence.nonce)] if self.fence is not None else []
+            known += [self.line.head] if self.line is not None else []
             answer = max(known, key=lambda launch: (launch.epoch, launch.nonce), default=None)
-            self._newest = (self.seen, self.session, self.fence, answer)
+            self._newest = (self.seen, self.session, self.line, answer)
         return answer
 
     @property
@@ -73,7 +99,7 @@ class Standing:
         return newest is not None and launch.is_older_than(newest)
 
     def is_killed(self, generation: Generation) -> bool:
-        return self.fence is not None and self.fence.kills(generation)
+        return self.line is not None and self.line.kills(generation, self.root_of(launch_of(generation)))
 
     def is_of_this_launch(self, generation: Generation) -> bool:
         return self.session is not None and launch_of(generation) == self.session.launch

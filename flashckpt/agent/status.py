@@ -7,9 +7,11 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from flashckpt import __version__
-from flashckpt.agent.commit import launch_of, missing_ranks
+from flashckpt.agent.commit import missing_ranks
 from flashckpt.agent.seeing import peers_of, verdict_of
 from flashckpt.agent.survival import words
+from flashckpt.line import describe as describe_line
+from flashckpt.line import launch_of
 from flashckpt.types import Level, age_order
 
 if TYPE_CHECKING:
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from flashckpt.agent.process import Options
     from flashckpt.agent.verdict import Verdict
     from flashckpt.store.audit import StoreStatus
-    from flashckpt.types import Fence, Generation, Held, Launch
+    from flashckpt.types import Generation, Held, Launch
     from flashckpt.wire import Health
 
 
@@ -47,7 +49,7 @@ def describe(
         "draining": draining,
         "launch": _launch(session.launch if session else None),
         "fenced": core.is_fenced,
-        "fence": _fence(core.fence),
+        "line": None if core.line is None else describe_line(core.line),
         "coordinator": session.coordinator if session else None,
         "world": session.world if session else None,
         "replicas": {"asked": session.replicas if session else 0, "effective": core.replicas},
@@ -218,12 +220,6 @@ def describe_peers(core: AgentCore, now: float) -> list[dict[str, Any]]:
 
 def _launch(launch: Launch | None) -> dict[str, Any] | None:
     return None if launch is None else {"epoch": launch.epoch, "nonce": f"{launch.nonce:016x}"}
-
-
-def _fence(fence: Fence | None) -> dict[str, Any] | None:
-    if fence is None:
-        return None
-    return {"step": fence.step, "epoch": fence.epoch, "nonce": f"{fence.nonce:016x}"}
 
 
 def _rank(held: Held) -> int:

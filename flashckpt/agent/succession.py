@@ -1,6 +1,6 @@
 """What an agent leaves to the next one of its directory, and finds there from the one before.
 
-Crash-only: where a decision can't be made durable (record, fence, session), the process ends at once, and its
+Crash-only: where a decision can't be made durable (record, line, session), the process ends at once, and its
 successor starts from what lies in the directory. A core that believes what the directory does not say would lie.
 
 But for want of room it does not end, because loads need it. It is read-only then: it grants no slot for a save, so that
@@ -16,9 +16,9 @@ import threading
 from typing import TYPE_CHECKING, NoReturn
 
 from flashckpt.agent.bundle_file import read_bundle, write_bundle
-from flashckpt.agent.commit import launch_of
 from flashckpt.agent.session import decode_base, decode_session, encode_session
 from flashckpt.errors import CorruptShardError, FlashError, NoSpaceError
+from flashckpt.line import launch_of
 from flashckpt.placement import place
 from flashckpt.store.session import KEPT_PAST
 from flashckpt.types import Held, ShardId
@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 
     from flashckpt.agent.peers import Peers
     from flashckpt.credentials import Bundle
+    from flashckpt.line import Line
     from flashckpt.store.slots import SlotStore
-    from flashckpt.types import Fence, Generation, Launch, Record, Session
+    from flashckpt.types import Generation, Launch, Record, Session
 
 _log = logging.getLogger(__name__)
 
@@ -60,8 +61,8 @@ class Succession:
         self._keep_past(session, held)
         self._durably("the session", lambda: self._store.write_session(encode_session(session, base)))
 
-    def keep_fence(self, fence: Fence) -> None:
-        self._durably("the fence", lambda: self._store.write_fence(fence))
+    def keep_line(self, line: Line) -> None:
+        self._durably("the line", lambda: self._store.write_line(line))
 
     def keep_record(self, record: Record) -> None:
         self._durably(f"the record of {record.generation}", lambda: self._store.write_record(record))

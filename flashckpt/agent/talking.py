@@ -115,7 +115,7 @@ class Talking:
     # --- what they hear -------------------------------------------------------------------------------------
 
     def _refusal(self, reason: str) -> Answer:
-        return Answer(self._standing.newest, self._standing.fence, None, (), reason)
+        return Answer(self._standing.newest, self._standing.line, None, (), reason)
 
     def _answer(self, envelope: Envelope, now: float) -> Answer:
         health: Health | None = None
@@ -130,7 +130,7 @@ class Talking:
             failure = self._flushing.failure
         return Answer(
             self._standing.newest,
-            self._standing.fence,
+            self._standing.line,
             self._ledger.threshold,
             tuple(self._ledger.voids),
             flush=order,

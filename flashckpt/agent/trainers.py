@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from flashckpt.agent.messages import (
-    FencePut,
     GaveUp,
     Grant,
     LeaseEnded,
+    LinePut,
     RefuseBusy,
     RefuseFenced,
     Sealed,
@@ -30,7 +30,7 @@ from flashckpt.errors import BusyError, ClosedError, DeadlineError, DeniedError,
 from flashckpt.failpoints import failpoint
 from flashckpt.rpc.api import VERSION, Lease, Overtaken, Progress, TrainerState
 from flashckpt.store.owner import Owner, Vigil, is_dead, is_ending
-from flashckpt.types import Claimant, Fence, Launch
+from flashckpt.types import Claimant, Launch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from flashckpt.agent.messages import Effect
     from flashckpt.agent.shell import Shell
     from flashckpt.credentials import Bundle
+    from flashckpt.line import Line
     from flashckpt.rpc.api import RetrieveNews
     from flashckpt.types import Generation, NodeInventory, Retrieval, Session, ShardId
 
@@ -249,10 +250,10 @@ class Trainers:
                 lease.launch, lease.claimed_at = session.launch, time.time()
         self.tell_overtaken()
 
-    def put_fence(self, ticket: bytes, fence: Fence, base: Generation | None) -> Fence:
+    def put_line(self, ticket: bytes, line: Line, base: Generation | None) -> Line:
         self._find(ticket)
-        self._raise_if_refused(self._shell.feed(FencePut(Launch(fence.epoch, fence.nonce), fence, base)))
-        return self._shell.fence or fence
+        self._raise_if_refused(self._shell.feed(LinePut(line.head, line, base)))
+        return self._shell.line or line
 
     def _raise_if_refused(self, effects: list[Effect]) -> None:
         for effect in effects:

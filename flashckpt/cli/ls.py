@@ -14,6 +14,7 @@ from flashckpt.cli.output import age, format_bytes, note, print_json, print_tabl
 from flashckpt.cli.persisted import as_json as disk_json
 from flashckpt.cli.persisted import persist_dir_of, persisted_steps
 from flashckpt.errors import FlashError
+from flashckpt.line import describe
 
 if TYPE_CHECKING:
     from flashckpt.cli.memory import JobView
@@ -111,7 +112,7 @@ def _disk_json(found: tuple[str, list[Persisted], str] | None) -> dict[str, Any]
 
 
 def _as_json(job: JobView, at: float) -> dict[str, Any]:
-    fence = job.fence
+    line = job.line
     counts = {name: getattr(job.status, name) for name in ("pool", "writing", "sealed", "quarantine")}
     return {
         "job": job.job,
@@ -119,6 +120,6 @@ def _as_json(job: JobView, at: float) -> dict[str, Any]:
         "generations": [
             {**one.as_json(), "sealed_at": one.sealed_at, "age_seconds": one.age_seconds(at)} for one in job.generations
         ],
-        "fence": None if fence is None else {"step": fence.step, "epoch": fence.epoch, "nonce": f"{fence.nonce:016x}"},
+        "line": None if line is None else describe(line),
         "slots": {name: {"files": one.files, "size_bytes": one.size_bytes} for name, one in counts.items()},
     }

@@ -27,9 +27,10 @@ from flashckpt.types import Launch, Level, age_order
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from flashckpt.line import Line
     from flashckpt.save.retention import Verdict
     from flashckpt.store.slots import Sealed, StoreStatus
-    from flashckpt.types import Fence, Generation, Record, Session
+    from flashckpt.types import Generation, Record, Session
 
 _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -107,7 +108,7 @@ class JobView:
 
     job: str
     generations: tuple[GenerationView, ...]  # newest first
-    fence: Fence | None
+    line: Line | None
     session: Session | None  # of the launch that an agent served last
     status: StoreStatus
 
@@ -191,7 +192,7 @@ def selected_job(memory_dir: str, job: str | None) -> str:
 
 def view(store: SlotStore, job: str) -> JobView:
     """What lies there now. Files come and go meanwhile: those that went are simply not in it."""
-    fence = store.read_fence()
+    line = store.read_line()
     session = _session(store)
     shards = [shard for sealed in store.scan() if (shard := _stat(store, sealed)) is not None]
     tags = {shard.sealed.shard: shard.sealed.tag for shard in shards}
@@ -200,10 +201,10 @@ def view(store: SlotStore, job: str) -> JobView:
     losses = {one.generation: one.reason for one in store.read_losses()}
     nodes = 1 if session is None else len(session.members)
     generations = []
-    for generation, verdict in judge(tags, _live_launch(shards), fence, voids).items():
+    for generation, verdict in judge(tags, _live_launch(shards), line, voids).items():
         members = sorted((s for s in shards if s.sealed.shard.generation == generation), key=lambda s: s.rank)
         world = max(shard.sealed.shard.world for shard in members)
-        dead = generation in voids or (fence is not None and fence.kills(generation))
+        dead = generation in voids or (line is not None and line.kills(generation))
         record = None if dead else records.get(generation)
         state, reason = verdict.state.value, verdict.reason
         if verdict.state is State.DISAGREES:
@@ -214,7 +215,7 @@ def view(store: SlotStore, job: str) -> JobView:
                 state, reason = LOST, losses[generation]
         generations.append(GenerationView(generation, world, tuple(members), state, reason, record))
     generations.sort(key=lambda one: age_order(one.generation), reverse=True)
-    return JobView(job, tuple(generations), fence, session, store.status())
+    return JobView(job, tuple(generations), line, session, store.status())
 
 
 def pick(job: JobView, step: int | None) -> GenerationView:

@@ -14,6 +14,7 @@ from flashckpt.cli.memory import memory_dir_of, now, open_store, selected_jobs, 
 from flashckpt.cli.options import where
 from flashckpt.cli.output import age, format_bytes, note, print_json, print_table, printable
 from flashckpt.errors import FlashError
+from flashckpt.line import describe
 
 if TYPE_CHECKING:
     from flashckpt.agent.start import Seen
@@ -64,7 +65,7 @@ def overview_of(job: JobView, seen: Seen | None, at: float) -> dict[str, Any]:
     fields = as_fields(seen)
     if fields["agent"] is not None:
         del fields["agent"]["status"]
-    fence = job.fence
+    line = job.line
     generations = [_generation(one, said, at) for one in job.generations]
     known = {_key(one) for one in generations}
     # Generations of which nothing is here any more, or never was: only the agent has their record.
@@ -80,7 +81,7 @@ def overview_of(job: JobView, seen: Seen | None, at: float) -> dict[str, Any]:
         "fenced": None if said is None else said["fenced"],
         "coordinator": None if job.session is None else job.session.coordinator,
         "world": None if job.session is None else job.session.world,
-        "fence": None if fence is None else {"step": fence.step, "epoch": fence.epoch, "nonce": f"{fence.nonce:016x}"},
+        "line": None if line is None else describe(line),
         "replicas": None if said is None else said["replicas"],
         "placement": None if said is None else said["placement"],
         "trainers": None if said is None else said["trainers"],
@@ -184,8 +185,9 @@ def _launch_line(shown: dict[str, Any]) -> str:
         parts.append(f"coordinator {shown['coordinator']}")
     if shown["fenced"]:
         parts.append("fenced: a newer launch owns the job")
-    if shown["fence"] is not None:
-        parts.append(f"fence at step {shown['fence']['step']} of epoch {shown['fence']['epoch']}")
+    line = shown["line"]
+    if line is not None and line["from_step"] is not None:
+        parts.append(f"went on from step {line['from_step']} of launch {line['from_launch']}")
     if shown["replicas"] is not None and shown["launch"] is not None:
         asked, effective = shown["replicas"]["asked"], shown["replicas"]["effective"]
         parts.append(f"replicas: {effective} of {asked}" + (f" ({shown['placement']})" if effective < asked else ""))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flashckpt.errors import AmbiguousHistoryError
+from flashckpt.load.histories import pick
 from flashckpt.placement import place
 from flashckpt.save.retention import some_ranks
 from flashckpt.types import Launch, age_order
@@ -15,6 +15,7 @@ from flashckpt.types import Launch, age_order
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from flashckpt.load.histories import Pick
     from flashckpt.load.inventory import Inventory
     from flashckpt.types import Generation, Session
 
@@ -30,18 +31,18 @@ class Choice:
     missing: tuple[tuple[Generation, tuple[int, ...]], ...] = ()  # of those passed over: ranks without a shard
 
 
-def choose(inventory: Inventory, step: int | None) -> Choice:
-    """Newest generations first that are whole by the union of what all nodes hold, and not fenced; with `step`, only
-    those of that step. Whether what lies there covers every tensor, the headers say later.
-
-    Raises AmbiguousHistoryError where a later launch has whole generations below those of an earlier one and
-    never said (by a fence) that it started from there.
+def choose(inventory: Inventory, step: int | None, picked: Pick | None = None) -> Choice:
+    """Newest generations first that are whole by the union of what all nodes hold, and of the history that was picked
+    (None: pick it from this inventory alone); with `step`, only those of that step. Whether what lies there covers
+    every tensor, the headers say later.
     """
+    if picked is None:
+        picked = pick(inventory.lines, whole(inventory), inventory.launches(), step=step)
     complete: list[Generation] = []
     passed_over: list[tuple[Generation, str]] = []
     missing: list[tuple[Generation, tuple[int, ...]]] = []
     for generation in dict.fromkeys(generation for generation, _ in inventory.generations):
-        reason, lacking = _why_not(inventory, generation)
+        reason, lacking = _why_not(inventory, picked, generation)
         if lacking:
             missing.append((generation, lacking))
         if reason:
@@ -51,8 +52,6 @@ def choose(inventory: Inventory, step: int | None) -> Choice:
     if step is not None:
         passed_over += [(g, f"step {step} was asked for") for g in complete if g.step != step]
         complete = [g for g in complete if g.step == step]
-    else:
-        _refuse_two_histories(complete, inventory)
     return Choice(
         candidates=tuple(sorted(complete, key=age_order, reverse=True)),
         passed_over=tuple(sorted(passed_over, key=lambda item: age_order(item[0]), reverse=True)),
@@ -60,11 +59,20 @@ def choose(inventory: Inventory, step: int | None) -> Choice:
     )
 
 
-def _why_not(inventory: Inventory, generation: Generation) -> tuple[str, tuple[int, ...]]:
+def _why_not(inventory: Inventory, picked: Pick, generation: Generation) -> tuple[str, tuple[int, ...]]:
     """Why a generation can't be tried ("" = it can), and the ranks without a shard."""
-    fence = inventory.fence
-    if fence is not None and fence.kills(generation):
-        return f"fenced: step {fence.step} was loaded at epoch {fence.epoch}", ()
+    reason = picked.why_not(generation)
+    return (reason, ()) if reason else _why_not_whole(inventory, generation)
+
+
+def whole(inventory: Inventory) -> list[Generation]:
+    """The generations that every rank has a shard of, whatever their history."""
+    found = dict.fromkeys(generation for generation, _ in inventory.generations)
+    return [generation for generation in found if not _why_not_whole(inventory, generation)[0]]
+
+
+def _why_not_whole(inventory: Inventory, generation: Generation) -> tuple[str, tuple[int, ...]]:
+    """Why a generation is not whole ("" = it is), and the ranks without a shard."""
     worlds = inventory.worlds(generation)
     if len(worlds) > 1:
         return f"its shards disagree on the world size: {worlds}", ()
@@ -82,20 +90,6 @@ def _why_not(inventory: Inventory, generation: Generation) -> tuple[str, tuple[i
         ranks = sorted(set(rows["rank"][1:][differ].tolist()))
         return f"copies of the shards of ranks {some_ranks(ranks)} differ", ()
     return "", ()
-
-
-def _refuse_two_histories(complete: list[Generation], inventory: Inventory) -> None:
-    if not complete:
-        return
-    newest = max(complete, key=age_order)
-    fenced_up_to = inventory.fence.epoch if inventory.fence else 0
-    for other in complete:
-        if other.epoch > max(newest.epoch, fenced_up_to):
-            raise AmbiguousHistoryError(
-                f"two unrelated histories: {newest}, and {other} of a later launch that did not start from it",
-                hint="load the one you mean with load(step=…), or remove the other",
-                steps=(newest.step, other.step),
-            )
 
 
 def explain(choice: Choice, sessions: Mapping[Launch, Session], here: Sequence[str]) -> Choice:

@@ -30,7 +30,7 @@ class Holders:
         if kept is None:
             raise PeerError(f"{options.node_id}: expected credentials to speak to other nodes with, found none")
         self._bundle = kept[0]
-        self._launch, self._fence = session.launch, store.read_fence()
+        self._launch, self._line = session.launch, store.read_line()
         self._addresses = {member.node_id: member.address for member in session.members}
         self._options = options
         self._lock = threading.Lock()  # protects what follows
@@ -46,7 +46,7 @@ class Holders:
         timeout: float,
     ) -> GetRefused | None:
         """As agent/fetching.py wants it."""
-        get = GetOpen(self._options.node_id, self._launch, self._fence, shard, digest, not ranges, ranges)
+        get = GetOpen(self._options.node_id, self._launch, self._line, shard, digest, not ranges, ranges)
         return self._client(node_id).get(get, taker, timeout)
 
     def _client(self, node_id: str) -> PeerClient:

@@ -14,19 +14,24 @@ import numpy as np
 import numpy.typing as npt
 
 from flashckpt.errors import InternalError
-from flashckpt.types import Fence, Generation, Launch, ShardId
+from flashckpt.line import by_head, launch_of
+from flashckpt.line import decode as decode_line
+from flashckpt.line import encode as encode_line
+from flashckpt.types import Generation, Launch, ShardId
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from flashckpt.line import Line
     from flashckpt.types import NodeInventory
 
 Table = npt.NDArray[Any]
 NOBODY = 0xFFFFFFFF
 
-_VERSION = 2
-# version, quarantined, fence (step, epoch, nonce), launches, generations, copies, damaged
-_HEAD = struct.Struct("<IIqQQIIII")
+_VERSION = 3
+# version, quarantined, damaged lines, bytes of lines, launches, generations, copies, damaged
+_HEAD = struct.Struct("<IIIIIIII")
+_LENGTH = struct.Struct("<I")  # before each line
 _LAUNCH = struct.Struct("<QQ")  # epoch, nonce
 _GENERATION = struct.Struct("<QQqQI")  # epoch, nonce, step, seq, world
 _DAMAGED = struct.Struct("<III")  # generation (index), rank, bytes of the reason that follows
@@ -53,13 +58,18 @@ class Inventory:
     generations: tuple[tuple[Generation, int], ...]  # with the number of ranks that its shards speak of
     copies: Table  # one row a copy: node and generation are indices into the above
     damaged: tuple[tuple[Generation, int, str], ...]  # a shard's rank, and what is wrong with a copy of it where
-    fence: Fence | None  # the newest
+    lines: tuple[Line, ...]  # of each launch that one of the nodes knows, oldest first
     quarantined: int
     remembered: dict[Launch, int]  # earlier launches → the first node that knows their members
+    damaged_lines: tuple[str, ...] = ()  # nodes with files of lines that can't be believed
 
     @property
     def is_empty(self) -> bool:
         return not len(self.copies)
+
+    def launches(self) -> set[Launch]:
+        """That anything is left of, whole or not."""
+        return {launch_of(generation) for generation, _ in self.generations}
 
     def of(self, generation: Generation) -> Table:
         """The copies of its shards, ordered by rank and node. Empty where nobody has any."""
@@ -77,7 +87,6 @@ class Inventory:
 
 
 def encode(inventory: NodeInventory) -> bytes:
-    fence = inventory.fence or Fence(step=0, epoch=0, nonce=0)
     index: dict[tuple[Generation, int], int] = {}
     rows = []
     for one in inventory.holdings:
@@ -91,19 +100,21 @@ def encode(inventory: NodeInventory) -> bytes:
         text = reason.encode()[:_REASON_BYTES]
         damaged += [_DAMAGED.pack(number, shard.rank, len(text)), text]
     launches = [session.launch for session in inventory.past]
+    encoded = [encode_line(line) for line in inventory.lines]
+    lines = b"".join(_LENGTH.pack(len(one)) + one for one in encoded)
     return b"".join(
         [
             _HEAD.pack(
                 _VERSION,
                 inventory.quarantined,
-                fence.step,
-                fence.epoch,
-                fence.nonce,
+                inventory.damaged_lines,
+                len(lines),
                 len(launches),
                 len(index),
                 len(rows),
                 len(inventory.damaged),
             ),
+            lines,
             *(_LAUNCH.pack(launch.epoch, launch.nonce) for launch in launches),
             *(_GENERATION.pack(*generation, world) for generation, world in index),
             np.array(rows, dtype=_COPY).tobytes(),
@@ -119,7 +130,8 @@ class _Merger:
         self.index: dict[bytes, int] = {}  # encoded generation → its number
         self.remembered: dict[Launch, int] = {}
         self.damaged: list[tuple[Generation, int, str]] = []
-        self.fence: Fence | None = None
+        self.lines: list[Line] = []
+        self.damaged_lines: list[str] = []
         self.quarantined = 0
         self._tables: list[bytes] = []
         self._counts: list[int] = []
@@ -129,18 +141,17 @@ class _Merger:
     def add(self, node: int, node_id: str, data: bytes) -> None:
         if len(data) < _HEAD.size:
             raise InternalError(f"inventory of {len(data)} bytes, expected at least {_HEAD.size}")
-        version, quarantined, step, epoch, nonce, launches, generations, copies, damaged = _HEAD.unpack_from(data)
-        generations_at = _HEAD.size + launches * _LAUNCH.size
+        version, quarantined, bad_lines, line_bytes, launches, generations, copies, damaged = _HEAD.unpack_from(data)
+        launches_at = _HEAD.size + line_bytes
+        generations_at = launches_at + launches * _LAUNCH.size
         copies_at = generations_at + generations * _GENERATION.size
         damaged_at = copies_at + copies * _COPY.itemsize
         if version != _VERSION or len(data) < damaged_at:
             raise InternalError(f"inventory version {version} of {len(data)} bytes with {copies} copies")
         self.quarantined += quarantined
-        # Epoch 0 is never a launch's: it stands for "no fence".
-        fence = Fence(step, epoch, nonce) if epoch else None
-        if fence is not None and (self.fence is None or self.fence.order < fence.order):
-            self.fence = fence
-        for launch in _LAUNCH.iter_unpack(data[_HEAD.size : generations_at]):
+        self._add_lines(data[_HEAD.size : launches_at])
+        self.damaged_lines += [node_id] if bad_lines else []
+        for launch in _LAUNCH.iter_unpack(data[launches_at:generations_at]):
             self.remembered.setdefault(Launch(*launch), node)
         keys = [data[at : at + _GENERATION.size] for at in range(generations_at, copies_at, _GENERATION.size)]
         self._bases.append(len(self._translate))
@@ -148,6 +159,16 @@ class _Merger:
         self._tables.append(data[copies_at:damaged_at])
         self._counts.append(copies)
         self._add_damaged(node_id, data, damaged_at, damaged, keys)
+
+    def _add_lines(self, data: bytes) -> None:
+        at = 0
+        while at < len(data):
+            (length,) = _LENGTH.unpack_from(data, at)
+            at += _LENGTH.size + length
+            line = decode_line(data[at - length : at])
+            if line is None:
+                raise InternalError(f"inventory: expected a line, found {length} other bytes")
+            self.lines.append(line)
 
     def _add_damaged(self, node_id: str, data: bytes, at: int, count: int, keys: list[bytes]) -> None:
         for _ in range(count):
@@ -174,7 +195,7 @@ class _Merger:
 
 
 def merge(nodes: Sequence[str], encoded: Iterable[bytes]) -> Inventory:
-    """What all nodes hold together, from what each of them encoded; the newest fence counts."""
+    """What all nodes hold together, from what each of them encoded."""
     merger = _Merger()
     for number, data in enumerate(encoded):
         merger.add(number, nodes[number], data)
@@ -183,9 +204,10 @@ def merge(nodes: Sequence[str], encoded: Iterable[bytes]) -> Inventory:
         tuple(map(_generation, merger.index)),
         merger.copies(),
         tuple(merger.damaged),
-        merger.fence,
+        tuple(by_head(merger.lines).values()),
         merger.quarantined,
         merger.remembered,
+        tuple(merger.damaged_lines),
     )
 
 

@@ -84,8 +84,8 @@ class OwnMemory:
             level = Level.REPLICATED if sealed.shard.generation in committed else Level.SEALED
             holdings.append(Holding(held, level, verified=False))
         quarantined = self._store.status().quarantined_files
-        fence = self._store.read_fence()
-        return NodeInventory(self._node_id, tuple(holdings), fence, quarantined, tuple(damaged), ())
+        lines, damaged_lines = self._store.read_lines(), len(self._store.damaged_lines())
+        return NodeInventory(self._node_id, tuple(holdings), lines, quarantined, tuple(damaged), (), damaged_lines)
 
     @contextlib.contextmanager
     def retrieve(

@@ -12,11 +12,13 @@ from flashckpt.agent.session import decode_session, encode_session
 from flashckpt.collector import collector_paused
 from flashckpt.errors import FlashError, MissingKeyError, NotFoundError, StructureError, UnusableError
 from flashckpt.failpoints import failpoint
+from flashckpt.line import launch_of, name_of
 from flashckpt.load import inventory as inventories
 from flashckpt.load import parts
 from flashckpt.load.agree import StepBackError, agree
 from flashckpt.load.attempt import Attempt
-from flashckpt.load.choose import Choice, choose, explain
+from flashckpt.load.choose import Choice, choose, explain, whole
+from flashckpt.load.histories import Pick, anew, pick
 from flashckpt.load.inventory import copies_of
 from flashckpt.load.live import LiveTensors
 from flashckpt.load.plan import Transfer, plan
@@ -25,8 +27,9 @@ from flashckpt.state.flatten import Flat, flatten, restore
 from flashckpt.types import Launch, Loss, Timings, age_order
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 
+    from flashckpt.line import Line
     from flashckpt.load.cover import Index
     from flashckpt.load.ground import Ground
     from flashckpt.load.inventory import Copies, Inventory
@@ -132,6 +135,8 @@ class Recovery:
         self._attempt: Readable | None = None  # the one that is under way
         self._missing: tuple[tuple[Generation, tuple[int, ...]], ...] = ()
         self._losses: list[Loss] = []  # generations with shards that no node has
+        self.picked = Pick(None, {})  # the history that the load goes on with, once the candidates are known
+        self.present: set[Launch] = set()  # launches that anything is left of
 
     def __enter__(self) -> Recovery:
         return self
@@ -160,21 +165,60 @@ class Recovery:
         nodes = [place.node_id for place in ground.places]
         return inventories.merge(nodes, [answers[members[0]] for members in ground.members])
 
+    def pick_history(
+        self,
+        inventory: Inventory,
+        step: int | None,
+        history: str | None = None,
+        disk: Collection[Generation] = (),
+        disk_lines: Iterable[Line] = (),
+    ) -> Pick:
+        """Choose the history to go on with, from what is whole in memory, and on `disk`. Local, alike on all ranks."""
+        self.present = inventory.launches() | {launch_of(one) for one in disk}
+        lines, there = (*inventory.lines, *disk_lines), [*whole(inventory), *disk]
+        self.picked = pick(lines, there, self.present, step=step, history=history)
+        for node in inventory.damaged_lines:
+            log.warning(
+                "node %s: a file that says which history its shards belong to is damaged; it is set aside and replaced "
+                "at the next save",
+                node,
+            )
+        return self.picked
+
+    def anew(self, inventory: Inventory, disk: Collection[Generation], disk_lines: Iterable[Line]) -> Pick:
+        """Give up everything that is known, because a person starts anew. Local, alike on all ranks."""
+        self.present = inventory.launches() | {launch_of(one) for one in disk}
+        return anew((*inventory.lines, *disk_lines), self.present)
+
+    def line_for(self, head: Launch, base: Generation) -> Line:
+        """Return the line of a launch that goes on from `base`, which was loaded."""
+        return self.picked.line_for(head, base)
+
     def candidates(self, inventory: Inventory, step: int | None) -> Choice:
-        """Collective, because what is missing is explained by whoever remembers where it was."""
-        choice = self._explained(choose(inventory, step), inventory)
+        """Of the history that was picked. Collective, because what is missing is explained by whoever remembers where
+        it was."""
+        choice = self._explained(choose(inventory, step, self.picked), inventory)
         reasons = dict(choice.passed_over)
         self._missing = choice.missing
         self._losses = [Loss(one, ranks, reasons.get(one, "")) for one, ranks in choice.missing]
         if step is not None and not choice.candidates:
             steps = sorted({generation.step for generation, _ in inventory.generations})
+            others = self._histories_with(inventory, step)
+            hint = "leave out step= to load the newest usable one"
+            if others:
+                hint += f"; load(step={step}, history={others[0]!r}) goes back to what was abandoned"
             raise NotFoundError(
                 f"step {step}: not in memory as a whole; steps with shards: {steps or 'none'}{_listed(choice)}",
-                hint="leave out step= to load the newest usable one",
+                hint=hint,
                 step=step,
                 parts=True,
             )
         return choice
+
+    def _histories_with(self, inventory: Inventory, step: int) -> list[str]:
+        """Names of launches that have this step whole, and that the picked history goes on without."""
+        found = [one for one in whole(inventory) if one.step == step and self.picked.why_not(one)]
+        return sorted({name_of(launch_of(one)) for one in found})
 
     def keep_losses(self) -> None:
         """Leaves word on this node of what was found to be lost, for `ls` and `status`. Local, and no error."""
@@ -278,6 +322,7 @@ class Recovery:
         UnusableError where there is none. The caller closes it.
         """
         inventory = self.take_inventory()
+        self.pick_history(inventory, step)
         choice = self.candidates(inventory, step)
 
         def use(attempt: Attempt) -> Attempt:

@@ -1,4 +1,4 @@
-"""The two ends of a load: the job is taken over before anybody looks at what is there, and a fence is put up after."""
+"""The two ends of a load: the job is taken over before anybody looks at what is there, and its line is kept after."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from flashckpt.agent.session import decode_session
 from flashckpt.errors import CorruptShardError
 from flashckpt.launch import agree_launch
-from flashckpt.types import Fence
 
 if TYPE_CHECKING:
     from flashckpt.group import PrivateGroup
+    from flashckpt.line import Line
     from flashckpt.save.slots import Slots
     from flashckpt.store.slots import SlotStore
     from flashckpt.topology import Topology
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def highest_epoch(store: SlotStore, on_disk: int) -> int:
-    """That this node knows of: a fence, a shard, a record, what its agent last worked for, or persist_dir."""
+    """That this node knows of: a line, a shard, a record, what its agent last worked for, or persist_dir."""
     known = 0
     session = store.read_session()
     if session is not None:
@@ -29,7 +29,7 @@ def highest_epoch(store: SlotStore, on_disk: int) -> int:
 
 
 def take_over(group: PrivateGroup, topology: Topology, slots: Slots, highest: int) -> None:
-    """Every load begins a new launch, so that its fence buries also what this one saved before it. Collective.
+    """Every load begins a new launch, so that its line abandons also what this one saved above it. Collective.
 
     IMPORTANT: the agents are taken over before anybody looks at what lies there. A launch that is still running
     could otherwise commit a newer generation during the load, and free the one that is being read.
@@ -38,8 +38,6 @@ def take_over(group: PrivateGroup, topology: Topology, slots: Slots, highest: in
     group.together("taking the agents over", lambda: slots.begin() if topology.is_leader else None)
 
 
-def put_fence(group: PrivateGroup, topology: Topology, slots: Slots, base: Generation | None) -> Fence:
-    """What lies above `base` is dead, and all of it where there is none. Collective."""
-    fence = Fence(step=-1 if base is None else base.step, epoch=slots.launch.epoch, nonce=slots.launch.nonce)
-    group.together("putting up the fence", lambda: slots.put_fence(fence, base) if topology.is_leader else None)
-    return fence
+def put_line(group: PrivateGroup, topology: Topology, slots: Slots, line: Line, base: Generation | None) -> None:
+    """From now on the job goes on from `base`, and without what the line abandons. Collective."""
+    group.together("keeping the line", lambda: slots.put_line(line, base) if topology.is_leader else None)

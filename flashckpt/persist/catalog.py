@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flashckpt import native
 from flashckpt.errors import CorruptShardError
+from flashckpt.line import Ancestor, Line, by_head, from_fence, launch_of, name_of, order
 from flashckpt.persist.meta import MAX_META_BYTES, Meta, decode_meta
-from flashckpt.persist.names import FENCE, IMPORTED, META_JSON, METADATA, step_of
-from flashckpt.types import Fence, Generation
+from flashckpt.persist.names import FENCE, HISTORY, IMPORTED, META_JSON, METADATA, step_of
+from flashckpt.types import Generation, Launch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from flashckpt.persist.storage import Entry, Storage
 
 _MAX_SMALL_BYTES = 4096
+_MAX_HISTORY_BYTES = 64 << 20
+_KEPT_ON_DISK = 1024  # launches without a step here that a line lists
+_SCHEMA = "flashckpt.history/v1"
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,21 +103,90 @@ def damaged(storage: Storage, one: Persisted) -> list[str]:
     return problems
 
 
-def read_fence(storage: Storage) -> Fence | None:
-    """What was left behind by the last load; kept here for the day when all memory is gone."""
-    data = storage.read(FENCE, 0, _MAX_SMALL_BYTES)
-    if data is None:
-        return None
+def read_lines(storage: Storage) -> tuple[Line, ...]:
+    """Return the lines that lie here, oldest first. They are kept for the day when all memory is gone.
+
+    CorruptShardError if the file is not what flashckpt writes.
+    """
+    where = f"{storage.root}/{HISTORY}"
     try:
+        data = storage.read(HISTORY, 0, _MAX_HISTORY_BYTES)
+        if data is None:
+            return _read_fence(storage)
         found = json.loads(data)
-        return Fence(int(found["step"]), int(found["epoch"]), int(found["nonce"], 16))
-    except (ValueError, KeyError, TypeError) as error:
+        if found["schema"] != _SCHEMA:
+            raise CorruptShardError(f"{where}: expected schema {_SCHEMA}, found {found['schema']!r}")
+        return lines_from_json(found["lines"])
+    except (ValueError, KeyError, TypeError, AttributeError, IsADirectoryError) as error:
+        raise CorruptShardError(f"{where}: expected the job's lines, found: {error!r}") from error
+
+
+def _read_fence(storage: Storage) -> tuple[Line, ...]:
+    """What earlier versions wrote: the last load only."""
+    try:
+        data = storage.read(FENCE, 0, _MAX_SMALL_BYTES)
+        if data is None:
+            return ()
+        found = json.loads(data)
+        return (from_fence(int(found["step"]), int(found["epoch"]), int(found["nonce"], 16)),)
+    except (ValueError, KeyError, TypeError, IsADirectoryError) as error:
         raise CorruptShardError(f"{storage.root}/{FENCE}: expected a fence, found: {error!r}") from error
 
 
-def write_fence(storage: Storage, fence: Fence) -> None:
-    """Only a newer one counts, and only where something lies that it could bury."""
-    present = read_fence(storage)
-    if storage.list() and (present is None or present.order < fence.order):
-        content = {"step": fence.step, "epoch": fence.epoch, "nonce": f"{fence.nonce:016x}"}
-        storage.put(FENCE, json.dumps(content).encode())
+def write_line(storage: Storage, line: Line) -> None:
+    """Keep the line of a launch that goes on with what lies here, if it is the newest. A damaged file is set aside."""
+    try:
+        before = read_lines(storage)
+    except CorruptShardError as error:
+        aside = storage.set_aside(HISTORY if HISTORY in (storage.list() or {}) else FENCE)
+        _log.warning("%s; it was set aside as %s and is written anew", error.message, aside)
+        before = ()
+    for one in before:
+        line = line.with_older(one)
+    present = [launch_of(one.generation) for one in list_steps(storage)]
+    kept = [one for one in before if not line.supersedes(one) and one.head != line.head]
+    lines = by_head([*kept, line.compacted(present, _KEPT_ON_DISK)])
+    content = {"schema": _SCHEMA, "lines": lines_to_json(lines.values())}
+    storage.put(HISTORY, json.dumps(content, indent=1).encode() + b"\n")
+
+
+def lines_to_json(lines: Iterable[Line]) -> list[dict[str, Any]]:
+    return [_line_to_json(one) for one in lines]
+
+
+def lines_from_json(found: Iterable[Mapping[str, Any]]) -> tuple[Line, ...]:
+    """Oldest first. ValueError, KeyError or TypeError if they are no lines."""
+    return tuple(by_head(map(_line_from_json, found)).values())
+
+
+def _line_to_json(line: Line) -> dict[str, Any]:
+    return {
+        "head": _launch_to_json(line.head),
+        "root": _launch_to_json(line.root),
+        "floor": None if line.floor is None else _ancestor_to_json(line.floor),
+        "listed": [_ancestor_to_json(one) for one in line.listed],
+    }
+
+
+def _line_from_json(found: Mapping[str, Any]) -> Line:
+    floor = None if found["floor"] is None else _ancestor_from_json(found["floor"])
+    listed = tuple(sorted(map(_ancestor_from_json, found["listed"]), key=lambda one: order(one.launch)))
+    return Line(_launch_from_json(found["head"]), _launch_from_json(found["root"]), listed, floor)
+
+
+def _launch_to_json(launch: Launch) -> list[Any]:
+    return [launch.epoch, name_of(launch)]
+
+
+def _launch_from_json(found: Sequence[Any]) -> Launch:
+    epoch, name = found
+    return Launch(int(epoch), int(name, 16))
+
+
+def _ancestor_to_json(one: Ancestor) -> list[Any]:
+    return [*_launch_to_json(one.launch), one.step]
+
+
+def _ancestor_from_json(found: Sequence[Any]) -> Ancestor:
+    epoch, name, step = found
+    return Ancestor(_launch_from_json((epoch, name)), int(step))

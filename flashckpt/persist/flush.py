@@ -22,7 +22,7 @@ from flashckpt.persist.exchange import Exchange
 from flashckpt.persist.index import encode_index
 from flashckpt.persist.meta import PERMANENT, FileInfo, Meta, encode_meta, json_part
 from flashckpt.persist.names import (
-    FENCE,
+    HISTORY,
     META_JSON,
     METADATA,
     aside_of,
@@ -54,7 +54,7 @@ _log = logging.getLogger(__name__)
 # For all nodes to show what they have: less than writing it may take. Flushers are nice: on busy nodes their starts may
 # lie minutes apart.
 _MEET_SECONDS = 600.0
-_FENCE_SECONDS = 3600.0  # until a fence that was never renamed is given up: its writer is a trainer, on any node
+_HISTORY_SECONDS = 3600.0  # until a history that was never renamed is given up: its writer is a trainer, on any node
 
 
 def flush(spec: FlushSpec, progress: Callable[[int], None] = lambda _: None) -> dict[str, Any]:
@@ -152,8 +152,8 @@ def sweep(storage: Storage, step: int, attempt: str) -> None:
         if inside and METADATA not in inside and all(map(is_of_attempt, inside)):
             _remove(storage, name)
         # A load may be writing one right now: no flush waits for it, nor it for one.
-        is_new_fence = aside == FENCE and time.time() - entry.modified_at < _FENCE_SECONDS
-        is_aside = aside is not None and not is_new_fence
+        is_new_history = aside == HISTORY and time.time() - entry.modified_at < _HISTORY_SECONDS
+        is_aside = aside is not None and not is_new_history
         if is_deleting(name) or is_aside or (left is not None and left != attempt):
             _log.info("removing %s/%s, which a flush that ended early left behind", storage.root, name)
             _remove(storage, name)

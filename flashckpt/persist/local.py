@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from flashckpt.errors import ConfigError, UnsafeDirectoryError
 from flashckpt.failpoints import failpoint
-from flashckpt.persist.names import LATEST, METADATA, deleting_name, step_name, temporary_name
+from flashckpt.persist.names import LATEST, METADATA, damaged_name, deleting_name, step_name, temporary_name
 from flashckpt.persist.storage import Entry, Stage
 from flashckpt.store.rename import rename_exchange, rename_noreplace
 
@@ -122,6 +122,12 @@ class LocalStorage:
                 f"{self._path(LATEST)}: expected a symbolic link, found something else",
                 hint="remove or rename it: flashckpt keeps the name of the newest step there",
             ) from error
+
+    def set_aside(self, name: str) -> str:
+        aside = damaged_name(name, secrets.token_hex(4))
+        os.rename(self._path(name), self._path(aside))
+        _sync_directory(self.root)
+        return aside
 
     def remove(self, name: str) -> None:
         path = self._path(name)

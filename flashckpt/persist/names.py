@@ -7,7 +7,8 @@ import re
 METADATA = ".metadata"  # DCP's index, and the commit marker: without it nothing is a checkpoint
 META_JSON = "meta.json"
 LATEST = "latest"
-FENCE = "fence.json"
+HISTORY = "history.json"  # the lines of the job
+FENCE = "fence.json"  # what earlier versions wrote in its place
 IDENTITY = "flashckpt.json"  # whose directory it is
 IMPORTED = "flashckpt-import.json"  # in a step that a person imported
 
@@ -18,7 +19,7 @@ _STEP = re.compile(r"step-(0|[1-9][0-9]{0,18})")
 # How others name the directory of a step.
 _FOREIGN_STEP = re.compile(r"(?:step[-_]?|checkpoint-)([0-9]{1,19})(?:_ckpt)?")
 _TEMPORARY = re.compile(r"step-(?:0|[1-9][0-9]{0,18})\.tmp-([0-9a-f]{16})")
-_ASIDE = re.compile(r"(latest|fence\.json|flashckpt\.json)\.tmp-[0-9a-f]{16}")
+_ASIDE = re.compile(r"(latest|history\.json|flashckpt\.json)\.tmp-[0-9a-f]{16}")
 _DATA = re.compile(r"__([0-9]{1,9})_")
 _SUFFIXED = re.compile(r"__.+-[0-9a-f]{16}\.(?:distcp|flash|json)")
 _DELETING = re.compile(r".+\.deleting-[0-9a-f]{16}")
@@ -53,6 +54,11 @@ def aside_of(name: str) -> str | None:
 def is_of_attempt(name: str) -> bool:
     """A file of an attempt, where there are no temporary directories."""
     return name == META_JSON or _SUFFIXED.fullmatch(name) is not None
+
+
+def damaged_name(name: str, token: str) -> str:
+    """Of a file that could not be believed and was set aside."""
+    return f"{name}.damaged-{token}"
 
 
 def deleting_name(name: str, token: str) -> str:

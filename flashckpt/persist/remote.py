@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 from typing import TYPE_CHECKING, Any
 
 from flashckpt.errors import ConfigError
 from flashckpt.failpoints import failpoint
-from flashckpt.persist.names import LATEST, META_JSON, METADATA, step_name
+from flashckpt.persist.names import LATEST, META_JSON, METADATA, damaged_name, step_name
 from flashckpt.persist.storage import Entry, Stage
 
 if TYPE_CHECKING:
@@ -97,6 +98,11 @@ class RemoteStorage:
     def latest(self) -> str | None:
         data = self.read(LATEST, 0, _MAX_NAME_BYTES)
         return None if data is None else data.decode("utf-8", "replace").strip()
+
+    def set_aside(self, name: str) -> str:
+        aside = damaged_name(name, secrets.token_hex(4))
+        self._fs.mv(self._path(name), self._path(aside), recursive=True)
+        return aside
 
     def remove(self, name: str) -> None:
         try:

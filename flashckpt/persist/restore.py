@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from flashckpt.errors import (
-    AmbiguousHistoryError,
+    CorruptShardError,
     DeadlineError,
     FlashError,
     NotFoundError,
@@ -22,19 +22,21 @@ from flashckpt.errors import (
 from flashckpt.load.agree import StepBackError, agree
 from flashckpt.load.choose import Choice
 from flashckpt.load.plan import Reader
-from flashckpt.persist.catalog import read_fence, write_fence
+from flashckpt.persist.catalog import lines_from_json, lines_to_json, read_lines, write_line
 from flashckpt.persist.foreign import open_for_manager
 from flashckpt.persist.names import step_of
 from flashckpt.persist.source import Source
 from flashckpt.persist.storage import open_storage
 from flashckpt.persist.tenancy import EMPTIED_HINT, check_place, look_around, whose, why_emptied
-from flashckpt.types import Fence, Generation, age_order
+from flashckpt.types import Generation, age_order
 from flashckpt.workers import begin_in_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 
+    from flashckpt.line import Line
     from flashckpt.load.ground import Ground
+    from flashckpt.load.histories import Pick
     from flashckpt.load.inventory import Inventory
     from flashckpt.load.plan import Transfer
     from flashckpt.load.read import Target
@@ -62,16 +64,20 @@ class DiskInventory:
     """What persist_dir has for this job."""
 
     steps: tuple[OnDisk, ...] = ()
-    fence: Fence | None = None
+    lines: tuple[Line, ...] = ()  # of the launches that have loaded something while steps lay here
     problem: str = ""  # why nothing of persist_dir can be used
     hint: str = ""  # what to do about that
     foreign: tuple[tuple[int, str], ...] = ()  # steps that this job did not write, with whose they are
     latest: str | None = None
+    damage: str = ""  # what is wrong with the file of lines
 
     @property
     def highest_epoch(self) -> int:
-        epochs = [one.generation.epoch for one in self.steps]
-        return max([0 if self.fence is None else self.fence.epoch, *epochs])
+        return max([0, *(one.generation.epoch for one in self.steps), *(line.head.epoch for line in self.lines)])
+
+    @property
+    def whole(self) -> tuple[Generation, ...]:
+        return tuple(one.generation for one in self.steps if not one.problem)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +114,18 @@ def _look(persist_dir: str, job: str, known: int | None, overwrite: bool) -> Dis
     if problem:
         return DiskInventory(problem=problem, hint=hint, foreign=foreign)
     steps = tuple(OnDisk(one.name, one.generation, one.problem) for one in tenancy.ours)
-    fence = None if tenancy.is_others else read_fence(storage)
+    lines, damage = ((), "") if tenancy.is_others else _read_lines(storage)
     with contextlib.suppress(OSError):  # which a flush reports
-        return DiskInventory(steps, fence, foreign=foreign, latest=storage.latest())
-    return DiskInventory(steps, fence, foreign=foreign)
+        return DiskInventory(steps, lines, foreign=foreign, latest=storage.latest(), damage=damage)
+    return DiskInventory(steps, lines, foreign=foreign, damage=damage)
+
+
+def _read_lines(storage: Storage) -> tuple[tuple[Line, ...], str]:
+    """Return the lines, or what is wrong with them: the steps are whole whether the file is or not."""
+    try:
+        return read_lines(storage), ""
+    except CorruptShardError as error:
+        return (), error.message
 
 
 _FOREIGN_HINT = (
@@ -145,7 +159,13 @@ def take_disk_inventory(
     if ground.rank == 0:
         if found.problem:
             log.warning("%s", found.problem)
-        elif found.foreign:
+        if found.damage:
+            log.warning(
+                "%s; which steps were abandoned is known from memory only. load(step=…) takes the one that you name. "
+                "The file is set aside and written anew when the job goes on",
+                found.damage,
+            )
+        if found.foreign and not found.problem:
             log.warning(
                 "%s: not this job's, and left alone: %s; load(path=…) or initial_load_path takes one of them",
                 persist_dir,
@@ -154,24 +174,25 @@ def take_disk_inventory(
     return found
 
 
-def remember_fence(persist_dir: str, job: str, fence: Fence, timeout: float) -> None:
-    """Keeps what a load left behind, for the day when no memory is left that remembers it. Local, and no error: memory
-    has it already. Not where the directory is another job's."""
+def remember_line(persist_dir: str, job: str, line: Line, timeout: float) -> None:
+    """Keep what a launch went on from, for the day when no memory is left that remembers it. Local, and no error:
+    memory has it already. Not if the directory is another job's."""
 
     def write() -> None:
         storage = open_storage(persist_dir)
         tenancy = look_around(storage, job)
         if tenancy.ours and not tenancy.is_others:
-            write_fence(storage, fence)
+            write_line(storage, line)
 
     try:
         _within(timeout, f"writing to {persist_dir}", write)
     except (FlashError, OSError) as error:
-        log.warning("%s: the fence of step %d could not be kept there: %s", persist_dir, fence.step, error)
+        log.warning("%s: the job's history could not be kept there: %s", persist_dir, error)
 
 
-def choose_on_disk(inventory: DiskInventory, fence: Fence | None, step: int | None) -> DiskChoice:
-    """Newest first: what is whole and not fenced; with `step`, only that one. Pure, alike on all ranks."""
+def choose_on_disk(inventory: DiskInventory, picked: Pick, step: int | None) -> DiskChoice:
+    """Newest first: what is whole and of the history that was picked; with `step`, only that one. Pure, alike on all
+    ranks."""
     candidates: list[OnDisk] = []
     suspects: list[OnDisk] = []
     passed_over = [inventory.problem] if inventory.problem else []
@@ -182,24 +203,15 @@ def choose_on_disk(inventory: DiskInventory, fence: Fence | None, step: int | No
             suspects.append(lacking)
             passed_over.append(f"{lacking.name} on disk: {_GONE}")
     for one in inventory.steps:
-        if fence is not None and fence.kills(one.generation):
-            passed_over.append(f"{one.name} on disk: fenced: step {fence.step} was loaded at epoch {fence.epoch}")
+        why_not = picked.why_not(one.generation)
+        if why_not:
+            passed_over.append(f"{one.name} on disk: {why_not}")
         elif one.problem:
             passed_over.append(f"{one.name} on disk: {one.problem}")
             suspects.append(one)
         elif step is None or one.generation.step == step:
             candidates.append(one)
     candidates.sort(key=lambda one: age_order(one.generation), reverse=True)
-    if candidates and step is None:
-        newest, fenced_up_to = candidates[0].generation, 0 if fence is None else fence.epoch
-        for other in candidates:
-            if other.generation.epoch > max(newest.epoch, fenced_up_to):
-                raise AmbiguousHistoryError(
-                    f"two unrelated histories on disk: {candidates[0].name}, and {other.name} of a later launch that "
-                    "did not start from it",
-                    hint="load the one you mean with load(step=…), or remove the other",
-                    steps=(newest.step, other.generation.step),
-                )
     return DiskChoice(tuple(candidates), tuple(passed_over), tuple(suspects))
 
 
@@ -219,12 +231,6 @@ def _stepped_over(disk: DiskInventory, choice: DiskChoice, loaded: Generation) -
     for reason in found:
         log.warning("step %d is loaded instead of what is newer: %s", loaded.step, reason)
     return found
-
-
-def newer_fence(one: Fence | None, other: Fence | None) -> Fence | None:
-    if one is None or other is None:
-        return one or other
-    return max(one, other, key=lambda fence: fence.order)
 
 
 class DiskAttempt:
@@ -304,14 +310,11 @@ def load_newest(
         choice = recovery.candidates(memory, request.step)
     except NotFoundError as error:
         missing, choice = error, Choice((), ())
-    on_disk = choose_on_disk(disk, newer_fence(memory.fence, disk.fence), request.step)
+    on_disk = choose_on_disk(disk, recovery.picked, request.step)
     if missing is not None and persist_dir is None:
         raise missing
     if persist_dir is None or (missing is None and not (on_disk.candidates or on_disk.passed_over)):
         return recovery.load(memory, choice, state_dict, request)
-    if disk.fence is not None:
-        dead = [g for g in choice.candidates if disk.fence.kills(g)]
-        choice = replace(choice, candidates=tuple(g for g in choice.candidates if g not in dead))
     problems: list[str] = []
 
     def newer(result: LoadResult) -> LoadResult:
@@ -380,15 +383,15 @@ def _within(timeout: float, what: str, call: Callable[[], T]) -> T:
 
 
 def _encode(inventory: DiskInventory) -> bytes:
-    fence = inventory.fence
     return json.dumps(
         {
             "steps": [[one.name, list(one.generation), one.problem] for one in inventory.steps],
-            "fence": None if fence is None else [fence.step, fence.epoch, fence.nonce],
+            "lines": lines_to_json(inventory.lines),
             "problem": inventory.problem,
             "hint": inventory.hint,
             "foreign": [list(one) for one in inventory.foreign],
             "latest": inventory.latest,
+            "damage": inventory.damage,
         }
     ).encode()
 
@@ -398,9 +401,10 @@ def _decode(data: bytes) -> DiskInventory:
     steps = tuple(OnDisk(name, Generation(*generation), problem) for name, generation, problem in found["steps"])
     return DiskInventory(
         steps,
-        None if found["fence"] is None else Fence(*found["fence"]),
+        lines_from_json(found["lines"]),
         found["problem"],
         found["hint"],
         tuple((step, what) for step, what in found["foreign"]),
         found["latest"],
+        found["damage"],
     )

@@ -71,6 +71,9 @@ class Storage(Protocol):
     def latest(self) -> str | None:
         """The name that `latest` points to; it may be gone."""
 
+    def set_aside(self, name: str) -> str:
+        """Give what lies there, a file or a directory, another name, and return that."""
+
     def remove(self, name: str) -> None:
         """A directory or file. From the first moment on it is no checkpoint any more; then its bytes go."""
 

@@ -27,9 +27,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
 
     from flashckpt.credentials import Bundle
+    from flashckpt.line import Line
     from flashckpt.rpc.api import Lease, Overtaken, Progress, RetrieveNews, TrainerState
     from flashckpt.store.owner import Owner
-    from flashckpt.types import Claimant, Fence, Generation, Launch, NodeInventory, Retrieval, Session, ShardId
+    from flashckpt.types import Claimant, Generation, Launch, NodeInventory, Retrieval, Session, ShardId
 
 # The status of a large job is long, and it comes from our own agent.
 _MAX_RECEIVE_BYTES = 64 << 20
@@ -121,16 +122,16 @@ class AgentClient:
             ),
         )
 
-    def put_fence(self, ticket: bytes, fence: Fence, base: Generation | None) -> Fence:
+    def put_line(self, ticket: bytes, line: Line, base: Generation | None) -> Line:
         data = self._call(
-            "PutFence",
+            "PutLine",
             ticket,
-            lambda: agent_pb2.PutFenceRequest(
-                fence=convert.to_fence(fence), base=convert.maybe(base, convert.to_generation)
+            lambda: agent_pb2.PutLineRequest(
+                line=convert.to_line(line), base=convert.maybe(base, convert.to_generation)
             ),
         )
-        response = convert.parse(agent_pb2.PutFenceResponse, data, "PutFence's answer")
-        return convert.needed(response, "fence", convert.from_fence)
+        response = convert.parse(agent_pb2.PutLineResponse, data, "PutLine's answer")
+        return convert.needed(response, "line", convert.from_line)
 
     def acquire(self, ticket: bytes, shard: ShardId, size_bytes: int, on_busy: str, timeout: float) -> int:
         """Waits for the agent `timeout` and a little more: the agent knows better what was missing."""

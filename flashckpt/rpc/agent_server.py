@@ -52,7 +52,7 @@ class AgentServer:
             "Listen": self._listen,
             "Claimants": self._claimants,
             "Begin": self._begin,
-            "PutFence": self._put_fence,
+            "PutLine": self._put_line,
             "Acquire": self._acquire,
             "Prepare": self._prepare,
             "Sealed": self._sealed,
@@ -165,12 +165,12 @@ class AgentServer:
         self._api.begin(call.caller.ticket, session, credentials)
         return agent_pb2.BeginResponse().SerializeToString()
 
-    def _put_fence(self, data: bytes, call: Call) -> bytes:
-        request = convert.parse(agent_pb2.PutFenceRequest, data, "PutFence")
-        fence = convert.needed(request, "fence", convert.from_fence)
+    def _put_line(self, data: bytes, call: Call) -> bytes:
+        request = convert.parse(agent_pb2.PutLineRequest, data, "PutLine")
+        line = convert.needed(request, "line", convert.from_line)
         base = convert.optional(request, "base", convert.from_generation)
-        in_force = self._api.put_fence(call.caller.ticket, fence, base)
-        return agent_pb2.PutFenceResponse(fence=convert.to_fence(in_force)).SerializeToString()
+        in_force = self._api.put_line(call.caller.ticket, line, base)
+        return agent_pb2.PutLineResponse(line=convert.to_line(in_force)).SerializeToString()
 
     def _acquire(self, data: bytes, call: Call) -> bytes:
         request = convert.parse(agent_pb2.AcquireRequest, data, "Acquire")

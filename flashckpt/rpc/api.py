@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from flashckpt.credentials import Bundle
+    from flashckpt.line import Line
     from flashckpt.store.owner import Owner
     from flashckpt.types import (
         ChunkRange,
         Claimant,
-        Fence,
         Generation,
         Launch,
         Level,
@@ -161,8 +161,8 @@ class AgentApi(Protocol):
 
     def begin(self, ticket: bytes, session: Session, credentials: Bundle | None) -> None: ...
 
-    def put_fence(self, ticket: bytes, fence: Fence, base: Generation | None) -> Fence:
-        """The fence in force."""
+    def put_line(self, ticket: bytes, line: Line, base: Generation | None) -> Line:
+        """The line in force."""
 
     def acquire(self, ticket: bytes, shard: ShardId, size_bytes: int, on_busy: str, timeout: float) -> int:
         """The id of a slot that now belongs to the lease's process."""
@@ -209,7 +209,7 @@ class Hello:
     node_id: str
     address: str  # "" where the speaker can't be reached
     launch: Launch | None  # the newest one the speaker has seen
-    fence: Fence | None
+    line: Line | None
     trainers: tuple[TrainerState, ...] = ()  # of the speaker's node
 
 
@@ -329,4 +329,4 @@ class PutResult:
     reason: str = ""  # of a refusal
     retry: bool = False  # whether asking again later may help
     launch: Launch | None = None  # the newest one that a refusing receiver has seen
-    fence: Fence | None = None
+    line: Line | None = None

@@ -74,7 +74,7 @@ def bounded(items: _S, what: str, most: int) -> _S:
 
 
 def epoch(value: int, what: str) -> int:
-    """IMPORTANT: whoever hears of a newer launch or fence adopts it for good, and the next launch has to be above it.
+    """IMPORTANT: whoever hears of a newer launch or line adopts it for good, and the next launch has to be above it.
     An epoch without a bound would be the job's last one."""
     limit = max(int(time.time() * 1000), _trusted_epoch) + _MAX_AHEAD_MS
     if value > min(limit, _MAX_INTEGER):

@@ -7,6 +7,7 @@ of is checked, and what does not fit is an IncompatibleError that names the fiel
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -16,6 +17,9 @@ from google.protobuf.message import DecodeError
 from flashckpt import wire
 from flashckpt.credentials import Bundle
 from flashckpt.errors import IncompatibleError
+from flashckpt.line import MAX_LISTED, Ancestor, Line
+from flashckpt.line import decode as decode_line
+from flashckpt.line import encode as encode_line
 from flashckpt.rpc.api import Hello, Lease, Overtaken, Progress, TrainerState
 from flashckpt.rpc.checks import DIGEST_BYTES as DIGEST_BYTES
 from flashckpt.rpc.checks import MAX_NAME_BYTES as _MAX_NAME_BYTES
@@ -40,7 +44,6 @@ from flashckpt.store.owner import Owner
 from flashckpt.types import (
     MAX_KEEPS,
     Claimant,
-    Fence,
     Generation,
     Launch,
     Level,
@@ -97,12 +100,35 @@ def from_launch(message: common_pb2.Launch) -> Launch:
     return Launch(_epoch(message.epoch, "epoch"), message.nonce)
 
 
-def to_fence(fence: Fence) -> common_pb2.Fence:
-    return common_pb2.Fence(step=fence.step, epoch=fence.epoch, nonce=fence.nonce)
+@functools.lru_cache(maxsize=16)  # every message carries the same one
+def to_line(line: Line) -> common_pb2.Line:
+    listed = [_to_ancestor(one) for one in line.listed]
+    floor = maybe(line.floor, _to_ancestor)
+    return common_pb2.Line(head=to_launch(line.head), root=to_launch(line.root), listed=listed, floor=floor)
 
 
-def from_fence(message: common_pb2.Fence) -> Fence:
-    return Fence(message.step, _epoch(message.epoch, "epoch of a fence"), message.nonce)
+def from_line(message: common_pb2.Line) -> Line:
+    return _decode_line(message.SerializeToString())
+
+
+@functools.lru_cache(maxsize=64)
+def _decode_line(data: bytes) -> Line:
+    """IncompatibleError where it is no line: launches out of order, or not older than the head."""
+    message = common_pb2.Line.FromString(data)
+    head = needed(message, "head", from_launch)
+    listed = tuple(map(_from_ancestor, _bounded(list(message.listed), "listed", MAX_LISTED)))
+    line = Line(head, from_launch(message.root), listed, optional(message, "floor", _from_ancestor))
+    if decode_line(encode_line(line)) != line:
+        raise _refused("line", "launches in order, older than the head, with steps from -1 on", str(line)[:200])
+    return line
+
+
+def _to_ancestor(one: Ancestor) -> common_pb2.Ancestor:
+    return common_pb2.Ancestor(launch=to_launch(one.launch), step=one.step)
+
+
+def _from_ancestor(message: common_pb2.Ancestor) -> Ancestor:
+    return Ancestor(needed(message, "launch", from_launch), message.step)
 
 
 def to_generation(generation: Generation) -> common_pb2.Generation:
@@ -360,7 +386,7 @@ def to_hello(hello: Hello, receiver: str) -> peer_pb2.PeerHello:
         node_id=hello.node_id,
         address=hello.address,
         launch=maybe(hello.launch, to_launch),
-        fence=maybe(hello.fence, to_fence),
+        line=maybe(hello.line, to_line),
         receiver=receiver,
         trainers=[to_trainer(one) for one in hello.trainers],
     )
@@ -374,7 +400,7 @@ def from_hello(message: peer_pb2.PeerHello) -> tuple[Hello, str]:
         name(message.node_id, "node_id"),
         _address(message.address),
         optional(message, "launch", from_launch),
-        optional(message, "fence", from_fence),
+        optional(message, "line", from_line),
         from_trainers(message.trainers),
     )
     return hello, name(message.receiver, "receiver")
@@ -385,7 +411,7 @@ def to_envelope(envelope: wire.Envelope, receiver: str) -> peer_pb2.TellRequest:
         sender=envelope.sender,
         receiver=receiver,
         launch=to_launch(envelope.launch),
-        fence=maybe(envelope.fence, to_fence),
+        line=maybe(envelope.line, to_line),
     )
     match envelope.body:
         case wire.Beat():
@@ -423,7 +449,7 @@ def from_envelope(message: peer_pb2.TellRequest) -> tuple[wire.Envelope, str]:
     envelope = wire.Envelope(
         name(message.sender, "sender"),
         needed(message, "launch", from_launch),
-        optional(message, "fence", from_fence),
+        optional(message, "line", from_line),
         _body(message),
     )
     return envelope, name(message.receiver, "receiver")
@@ -467,7 +493,7 @@ def _body(message: peer_pb2.TellRequest) -> wire.Body:
 def to_answer(answer: wire.Answer) -> peer_pb2.TellResponse:
     return peer_pb2.TellResponse(
         launch=maybe(answer.launch, to_launch),
-        fence=maybe(answer.fence, to_fence),
+        line=maybe(answer.line, to_line),
         record=maybe(answer.record, to_record),
         voids=map(to_generation, answer.voids),
         refused=shorten(answer.refused, _MAX_TEXT_BYTES),
@@ -516,7 +542,7 @@ def from_order(message: peer_pb2.FlushOrder) -> wire.FlushOrder:
 def from_answer(message: peer_pb2.TellResponse) -> wire.Answer:
     return wire.Answer(
         optional(message, "launch", from_launch),
-        optional(message, "fence", from_fence),
+        optional(message, "line", from_line),
         optional(message, "record", from_record),
         _generations(message.voids),
         _line(message.refused, "refused"),
@@ -649,7 +675,7 @@ def to_opening(opening: wire.PutOpen, receiver: str, lanes: int = 0) -> peer_pb2
         sender=opening.sender,
         receiver=receiver,
         launch=to_launch(opening.launch),
-        fence=maybe(opening.fence, to_fence),
+        line=maybe(opening.line, to_line),
         shard=to_shard(opening.shard),
         tag=opening.tag,
         digest=opening.digest,
@@ -667,7 +693,7 @@ def from_opening(message: peer_pb2.PutOpen) -> tuple[wire.PutOpen, str]:
     opening = wire.PutOpen(
         name(message.sender, "sender"),
         needed(message, "launch", from_launch),
-        optional(message, "fence", from_fence),
+        optional(message, "line", from_line),
         needed(message, "shard", from_shard),
         message.tag,
         digest16(message.digest),
@@ -692,7 +718,7 @@ def to_refused(refused: wire.PutRefused) -> peer_pb2.PutRefused:
         reason=shorten(refused.reason, _MAX_TEXT_BYTES),
         retry=refused.retry,
         launch=maybe(refused.launch, to_launch),
-        fence=maybe(refused.fence, to_fence),
+        line=maybe(refused.line, to_line),
     )
 
 
@@ -701,7 +727,7 @@ def from_refused(message: peer_pb2.PutRefused) -> wire.PutRefused:
         _line(message.reason, "reason"),
         message.retry,
         optional(message, "launch", from_launch),
-        optional(message, "fence", from_fence),
+        optional(message, "line", from_line),
     )
 
 

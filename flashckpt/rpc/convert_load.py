@@ -27,6 +27,7 @@ _MAX_RANGES = 1 << 20
 _MAX_PORTIONS = 1 << 12
 _MAX_SOURCES = 1 << 10
 _MAX_RETRIEVALS = 1 << 16
+_MAX_LINES = 4096
 _MAX_PROBLEMS = 64  # that are told; each has a line for each source
 _MAX_REASON_BYTES = 1024
 _MAX_TAG = (1 << 32) - 1
@@ -41,7 +42,7 @@ def to_get(get: wire.GetOpen, receiver: str, lanes: int = 0) -> peer_pb2.GetRequ
         sender=get.sender,
         receiver=receiver,
         launch=convert.to_launch(get.launch),
-        fence=checks.maybe(get.fence, convert.to_fence),
+        line=checks.maybe(get.line, convert.to_line),
         shard=convert.to_shard(get.shard),
         digest=get.digest,
         with_head=get.with_head,
@@ -54,7 +55,7 @@ def from_get(message: peer_pb2.GetRequest) -> tuple[wire.GetOpen, str]:
     get = wire.GetOpen(
         checks.name(message.sender, "sender"),
         checks.needed(message, "launch", convert.from_launch),
-        checks.optional(message, "fence", convert.from_fence),
+        checks.optional(message, "line", convert.from_line),
         checks.needed(message, "shard", convert.from_shard),
         checks.digest16(message.digest),
         message.with_head,
@@ -87,7 +88,7 @@ def to_get_refused(refused: wire.GetRefused) -> peer_pb2.GetRefused:
         reason=shorten(refused.reason, checks.MAX_TEXT_BYTES),
         retry=refused.retry,
         launch=checks.maybe(refused.launch, convert.to_launch),
-        fence=checks.maybe(refused.fence, convert.to_fence),
+        line=checks.maybe(refused.line, convert.to_line),
     )
 
 
@@ -96,7 +97,7 @@ def from_get_refused(message: peer_pb2.GetRefused) -> wire.GetRefused:
         checks.line(message.reason, "reason"),
         message.retry,
         checks.optional(message, "launch", convert.from_launch),
-        checks.optional(message, "fence", convert.from_fence),
+        checks.optional(message, "line", convert.from_line),
     )
 
 
@@ -117,13 +118,14 @@ def to_inventory(inventory: NodeInventory) -> agent_pb2.InventoryResponse:
             )
             for one in inventory.holdings
         ],
-        fence=checks.maybe(inventory.fence, convert.to_fence),
+        lines=map(convert.to_line, inventory.lines),
         quarantined=inventory.quarantined,
         past=map(convert.to_session, inventory.past),
         damaged=[
             agent_pb2.Damaged(shard=convert.to_shard(shard), reason=shorten(reason, _MAX_REASON_BYTES))
             for shard, reason in inventory.damaged
         ],
+        damaged_lines=inventory.damaged_lines,
     )
 
 
@@ -131,10 +133,11 @@ def from_inventory(message: agent_pb2.InventoryResponse) -> NodeInventory:
     return NodeInventory(
         checks.name(message.node_id, "node_id"),
         tuple(map(_from_holding, message.holdings)),
-        checks.optional(message, "fence", convert.from_fence),
+        tuple(map(convert.from_line, checks.bounded(list(message.lines), "lines", _MAX_LINES))),
         message.quarantined,
         tuple((checks.needed(one, "shard", convert.from_shard), printable(one.reason)) for one in message.damaged),
         tuple(map(convert.from_session, message.past)),
+        message.damaged_lines,
     )
 
 

@@ -21,7 +21,7 @@ ROLES: dict[str, frozenset[Role]] = {
     "/flashckpt.v1.Agent/Listen": _LEASED,
     "/flashckpt.v1.Agent/Claimants": _LEASED,
     "/flashckpt.v1.Agent/Begin": _LEASED,
-    "/flashckpt.v1.Agent/PutFence": _LEASED,
+    "/flashckpt.v1.Agent/PutLine": _LEASED,
     "/flashckpt.v1.Agent/Acquire": _LEASED,
     "/flashckpt.v1.Agent/Prepare": _LEASED,
     "/flashckpt.v1.Agent/Sealed": _LEASED,

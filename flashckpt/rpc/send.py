@@ -241,7 +241,7 @@ class Push:
                     reason=refused.reason,
                     retry=refused.retry,
                     launch=refused.launch,
-                    fence=refused.fence,
+                    line=refused.line,
                 )
             case "progress":
                 self._advance(message.progress.taken_bytes)

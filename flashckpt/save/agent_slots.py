@@ -25,12 +25,13 @@ if TYPE_CHECKING:
     from flashckpt.agent.link import AgentLink
     from flashckpt.config import CheckpointConfig
     from flashckpt.credentials import Bundle
+    from flashckpt.line import Line
     from flashckpt.rpc.agent_client import AgentClient
     from flashckpt.rpc.api import Progress
     from flashckpt.save.handle import SaveHandle
     from flashckpt.save.slots import SlotMemory
     from flashckpt.store.slots import Sealed, Slot, SlotStore
-    from flashckpt.types import Claimant, Fence, Generation, ShardId
+    from flashckpt.types import Claimant, Generation, ShardId
 
 log = logging.getLogger(__name__)
 
@@ -212,10 +213,10 @@ class AgentSlots:
             "asking for a flush",
         )
 
-    def put_fence(self, fence: Fence, base: Generation | None) -> None:
+    def put_line(self, line: Line, base: Generation | None) -> None:
         self.begin()
         self._link.call(
-            lambda client, ticket, _: client.put_fence(ticket, fence, base), self._config.save_timeout, "fencing"
+            lambda client, ticket, _: client.put_line(ticket, line, base), self._config.save_timeout, "keeping the line"
         )
 
     def close(self, timeout: float) -> None:

@@ -69,10 +69,10 @@ class Attempts:
             return
         _, verdicts = self._writer.verdicts()
         whole = {generation for generation, verdict in verdicts.items() if verdict.state is State.COMPLETE}
-        fence = self._store.read_fence()
+        line = self._store.read_line()
         # On several nodes no directory holds all shards of a generation, but each holds its record.
         committed = {record.generation for record in self._store.read_records()}
-        whole |= {generation for generation in committed if fence is None or not fence.kills(generation)}
+        whole |= {generation for generation in committed if line is None or not line.kills(generation)}
         for generation in whole:
             if generation.epoch < self._writer.launch.epoch and generation.step >= step:
                 raise AmbiguousHistoryError(

@@ -11,7 +11,8 @@ from flashckpt.types import age_order
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
-    from flashckpt.types import Fence, Generation, Launch, ShardId
+    from flashckpt.line import Line
+    from flashckpt.types import Generation, Launch, ShardId
 
 
 class State(enum.Enum):
@@ -30,7 +31,7 @@ class Verdict:
 def judge(
     tags: Mapping[ShardId, int],
     launch: Launch | None,
-    fence: Fence | None,
+    line: Line | None,
     voids: Collection[Generation] = (),
 ) -> dict[Generation, Verdict]:
     """The state of every generation, from the shards that lie sealed and the tags in their names.
@@ -53,7 +54,7 @@ def judge(
             members,
             {tags[shard] for shard in members},
             latest if (generation.epoch, generation.nonce) == asking else None,
-            fence,
+            line,
             voids,
         )
         for generation, members in shards.items()
@@ -65,11 +66,12 @@ def _judge_one(
     members: list[ShardId],
     tags: set[int],
     latest: Mapping[int, tuple[int, int]] | None,
-    fence: Fence | None,
+    line: Line | None,
     voids: Collection[Generation],
 ) -> Verdict:
-    if fence is not None and fence.kills(generation):
-        return Verdict(State.DEAD, f"fenced: step {fence.step} was loaded at epoch {fence.epoch}")
+    abandoned = "" if line is None else line.why_killed(generation)
+    if abandoned:
+        return Verdict(State.DEAD, abandoned)
     worlds = {shard.world for shard in members}
     if len(worlds) > 1:
         return Verdict(State.DEAD, f"its shards disagree on the world size: {sorted(worlds)}")

@@ -23,9 +23,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from flashckpt.config import CheckpointConfig
+    from flashckpt.line import Line
     from flashckpt.save.handle import SaveHandle
     from flashckpt.store.slots import Sealed, Slot, SlotStore
-    from flashckpt.types import Claimant, Fence, Generation, Launch, Session, ShardId
+    from flashckpt.types import Claimant, Generation, Launch, Session, ShardId
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ class Slots(Protocol):
     def flush(self, step: int | None) -> Generation:
         """Asks for the newest committed generation, or that of `step`, in the persistent tier. Does not wait."""
 
-    def put_fence(self, fence: Fence, base: Generation | None) -> None:
+    def put_line(self, line: Line, base: Generation | None) -> None:
         """Declares what lies above dead; `base` is the generation that was loaded."""
 
     def close(self, timeout: float) -> None:
@@ -137,7 +138,7 @@ class OwnSlots:
         return ()
 
     def begin(self) -> None:
-        """Without an agent only a fence does that."""
+        """Without an agent only a line does that."""
 
     def acquire(self, shard: ShardId, size_bytes: int) -> Slot:
         """Recycled from what may go; waits or refuses where nothing may go yet."""
@@ -193,8 +194,8 @@ class OwnSlots:
             hint="leave CheckpointConfig(agent=…) and FLASHCKPT_AGENT at their defaults",
         )
 
-    def put_fence(self, fence: Fence, base: Generation | None) -> None:
-        self._store.write_fence(fence)
+    def put_line(self, line: Line, base: Generation | None) -> None:
+        self._store.write_line(line)
 
     def close(self, timeout: float) -> None:
         pass
@@ -239,7 +240,7 @@ def judge_store(store: SlotStore, launch: Launch) -> tuple[tuple[Sealed, ...], d
     """The sealed shards of this node, and the state of each generation among them."""
     scan = store.scan()
     tags = {one.shard: one.tag for one in scan}
-    return scan, judge(tags, launch, store.read_fence(), store.voids())
+    return scan, judge(tags, launch, store.read_line(), store.voids())
 
 
 def _age(sealed: Sealed) -> tuple[int, int, int, int]:

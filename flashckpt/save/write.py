@@ -12,23 +12,24 @@ from flashckpt.devices import Copier
 from flashckpt.errors import FencedError
 from flashckpt.failpoints import failpoint
 from flashckpt.format.shard import DEFAULT_CHUNK_BYTES, Geometry, encode_header, geometry, seal_bytes
+from flashckpt.line import begun
 from flashckpt.save.handle import SaveTimings
 from flashckpt.save.retention import State, Verdict
 from flashckpt.save.slots import Slots, judge_store
 from flashckpt.save.snapshot import devices_of, snapshot
-from flashckpt.types import Launch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
 
     from flashckpt.config import CheckpointConfig
+    from flashckpt.line import Line
     from flashckpt.save.deferred import Deferred
     from flashckpt.save.plan import SavePlan
     from flashckpt.state.flatten import Flat
     from flashckpt.store.slots import Sealed, SlotStore
-    from flashckpt.types import Generation, ShardId
+    from flashckpt.types import Generation, Launch, ShardId
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,11 @@ class ShardWriter:
         slots.memory = self._copier
         store.on_unlinked(self._copier.forget)
         self._values_room = 0
+        self.due_line: Line | None = None
+        """What the first shard of this launch claims, after a load that found nothing. None: it goes on from what lies
+        on this node."""
+        self.on_claimed: Callable[[Line], None] = lambda line: None
+        """Called in the thread of the save, after that."""
 
     @property
     def launch(self) -> Launch:
@@ -86,7 +92,7 @@ class ShardWriter:
         Copier.copy.
         """
         began = time.perf_counter()
-        self._refuse_if_fenced()
+        self._claim_line()
         place = self.geometry(plan, values)
         slot = self.slots.acquire(shard, place.file_length_bytes)
         try:
@@ -165,11 +171,33 @@ class ShardWriter:
     def close(self) -> None:
         self._copier.close()
 
-    def _refuse_if_fenced(self) -> None:
-        fence = self._store.read_fence()
-        if fence is not None and self.launch.is_older_than(Launch(fence.epoch, fence.nonce)):
+    def _claim_line(self) -> None:
+        """Before the first shard of a launch that has loaded nothing. A launch that saves nothing claims nothing."""
+        line = self._refuse_if_fenced()
+        if line is None or line.head != self.launch:
+            due = self.due_line
+            if due is None or due.head != self.launch:
+                due = line_from_here(self._store, self.launch)
+            self.slots.put_line(due, None)
+            self.on_claimed(due)
+
+    def _refuse_if_fenced(self) -> Line | None:
+        """Return the line in force."""
+        line = self._store.read_line()
+        if line is not None and self.launch.is_older_than(line.head):
             raise FencedError(
-                f"job {self._job!r}: a launch of epoch {fence.epoch} has taken over from this one "
+                f"job {self._job!r}: a launch of epoch {line.head.epoch} has taken over from this one "
                 f"(epoch {self.launch.epoch})",
                 hint="this process belongs to a launch that was replaced; end it",
             )
+        return line
+
+
+def line_from_here(store: SlotStore, launch: Launch) -> Line:
+    """Return the line of a launch that saves without a load: it goes on from whatever lies on this node.
+
+    Nothing is abandoned by that. What is older goes once the launch has committed something newer.
+    """
+    known = [one.shard.generation for one in store.scan()]
+    known += [record.generation for record in store.read_records()]
+    return begun(launch).including(store.read_line(), known)

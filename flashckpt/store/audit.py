@@ -14,9 +14,10 @@ from flashckpt.store.names import (
     LOSSES_NAME,
     SESSION_NAME,
     is_plain_name,
+    parse_damaged_line_name,
     parse_draft_name,
-    parse_fence_name,
     parse_fetched_name,
+    parse_line_name,
     parse_past_name,
     parse_record_name,
     parse_sealed_name,
@@ -49,7 +50,7 @@ class StoreStatus:
     sealed: Count
     quarantine: Count
     fetched: Count  # parts of shards, while a load needs them; what they take, not how long they are
-    job_files: Count  # beside the slots: fence, session, records, secrets, what the agent keeps
+    job_files: Count  # beside the slots: line, session, records, secrets, what the agent keeps
     records: int  # commit records among them
     foreign_names: int  # files whose names are not ours
     granule_bytes: int
@@ -153,7 +154,13 @@ def is_known(place: Place, name: str) -> bool:
         return parse_fetched_name(name) is not None
     if place is not None:
         return is_plain_name(name)
-    parsers = (parse_fence_name, parse_record_name, parse_void_name, parse_past_name)
+    parsers = (
+        parse_line_name,
+        parse_damaged_line_name,
+        parse_record_name,
+        parse_void_name,
+        parse_past_name,
+    )
     return (
         name in (SESSION_NAME, LOSSES_NAME)
         or (name.startswith(AGENT_FILES_PREFIX) and is_plain_name(name))

@@ -1,4 +1,4 @@
-"""The small files beside the slots, and who may use an opened store: fence, marks, session, records, secrets."""
+"""The small files beside the slots, and who may use an opened store: line, marks, session, records, secrets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import stat
 from typing import TYPE_CHECKING
 
 from flashckpt.errors import ClosedError, ConflictError, NoSpaceError
-from flashckpt.store import fence, losses, persisted, records, reserve, secret_files, session, voids
+from flashckpt.store import lines, losses, persisted, records, reserve, secret_files, session, voids
 from flashckpt.store.names import check_plain_name
 from flashckpt.store.owner import Owner
 from flashckpt.store.room import raise_if_full
@@ -18,9 +18,10 @@ from flashckpt.store.room import raise_if_full
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from flashckpt.line import Line
     from flashckpt.store.directory import Directory
     from flashckpt.store.room import RoomReader
-    from flashckpt.types import Fence, Generation, Launch, Loss, Record
+    from flashckpt.types import Generation, Launch, Loss, Record
 
 _forks = 0
 
@@ -45,16 +46,27 @@ class JobFiles:
         self._process = (os.getpid(), _forks)
         self._closed = False
 
-    # -- fence and marks ----------------------------------------------------------------------------------
+    # -- line and marks ----------------------------------------------------------------------------------
 
-    def read_fence(self) -> Fence | None:
+    def read_line(self) -> Line | None:
+        """The line in force."""
         self._check_usable()
-        return fence.read_fence(self._directory)
+        return lines.read_line(self._directory)
 
-    def write_fence(self, new: Fence) -> Fence:
-        """Adopts the fence where it is newer (see fence.py); returns the one in force."""
+    def read_lines(self) -> tuple[Line, ...]:
+        """Of the launches that something is left of here; the line in force last."""
+        self._check_usable()
+        return lines.read_lines(self._directory)
+
+    def damaged_lines(self) -> tuple[str, ...]:
+        """Names of files with lines that can't be believed."""
+        self._check_usable()
+        return lines.read_damaged(self._directory)
+
+    def write_line(self, new: Line) -> Line:
+        """Adopts the line if it is newer (see lines.py); returns the one in force."""
         with self._writing_small():
-            return fence.write_fence(self._directory, new, self._owner)
+            return lines.write_line(self._directory, new, self._owner)
 
     def mark_void(self, generation: Generation) -> None:
         """Tells the other processes here that this one will not complete the generation."""
@@ -116,7 +128,7 @@ class JobFiles:
         return persisted.forget_persisted(self._directory)
 
     def write_record(self, record: Record) -> None:
-        """Keeps the newest four; of those, what the fence kills goes first."""
+        """Keeps the newest four; of those, what the line kills goes first."""
         with self._writing_small():
             records.write_record(self._directory, record, self._owner)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from flashckpt.errors import ConfigError
 from flashckpt.store.owner import Owner
-from flashckpt.types import Fence, Generation, Launch, ShardId
+from flashckpt.types import Generation, Launch, ShardId
 
 MAX_JOB_BYTES = 256
 SESSION_NAME = "session"
@@ -29,7 +29,7 @@ _U64 = (1 << 64) - 1
 class Draft(enum.StrEnum):
     """What a file that is written aside will become."""
 
-    FENCE = "fence"
+    LINE = "line"
     SESSION = "session"
     RECORD = "record"
     SECRET = "secret"
@@ -45,7 +45,7 @@ _SEALED = re.compile(
 )
 _PAST = re.compile(rf"past-{_NUMBER}-([0-9a-f]{{16}})")
 _FETCHED = re.compile(rf"f([0-9a-f]{{16}})\.{_WRITER}")
-_FENCE = re.compile(rf"fence-{_NUMBER}-([0-9a-f]{{16}})-(-?){_NUMBER}")
+_LINE = re.compile(rf"line-{_NUMBER}-([0-9a-f]{{16}})")
 _RECORD = re.compile(rf"record-{_NUMBER}-([0-9a-f]{{16}})-{_NUMBER}-{_NUMBER}")
 _PLAIN = re.compile(r"[a-z][a-z0-9_-]{0,40}(\.[a-z0-9_-]{1,20}){0,2}")
 _DRAFT = re.compile(rf"({'|'.join(Draft)})-draft-[0-9a-f]{{16}}\.{_WRITER}")
@@ -131,21 +131,24 @@ def parse_sealed_name(name: str) -> SealedName | None:
     return SealedName(shard, int(tag, 16), int(slot_id, 16), writer)
 
 
-def fence_name(fence: Fence) -> str:
-    epoch = _within(fence.epoch, _U64, "epoch")
-    nonce = _within(fence.nonce, _U64, "nonce")
-    if not -(1 << 63) <= fence.step < 1 << 63:
-        raise _out_of_range(fence.step, "step", "a signed 64-bit number")
-    return f"fence-{epoch}-{nonce:016x}-{fence.step}"
+def line_name(head: Launch) -> str:
+    return f"line-{_launch_text(head)}"
 
 
-def parse_fence_name(name: str) -> Fence | None:
-    match = _FENCE.fullmatch(name)
-    if match is None:
-        return None
-    fence = Fence(step=int(match[3] + match[4]), epoch=int(match[1]), nonce=int(match[2], 16))
-    in_range = fence.epoch <= _U64 and -(1 << 63) <= fence.step < 1 << 63
-    return fence if in_range and not (match[3] and fence.step == 0) else None
+def parse_line_name(name: str) -> Launch | None:
+    """The head of a line."""
+    return _launch(_LINE.fullmatch(name))
+
+
+def damaged_line_name(name: str) -> str:
+    """Of a line that was set aside because it can't be believed."""
+    return f"damaged-{name}"
+
+
+def parse_damaged_line_name(name: str) -> str | None:
+    """The name that it had."""
+    was = name.removeprefix("damaged-")
+    return was if was != name and parse_line_name(was) is not None else None
 
 
 def record_name(generation: Generation) -> str:
@@ -158,14 +161,12 @@ def parse_record_name(name: str) -> Generation | None:
 
 
 def past_name(launch: Launch) -> str:
-    return f"past-{_within(launch.epoch, _U64, 'epoch')}-{_within(launch.nonce, _U64, 'nonce'):016x}"
+    return f"past-{_launch_text(launch)}"
 
 
 def parse_past_name(name: str) -> Launch | None:
     """Of the session of an earlier launch."""
-    match = _PAST.fullmatch(name)
-    launch = None if match is None else Launch(int(match[1]), int(match[2], 16))
-    return launch if launch is not None and launch.epoch <= _U64 else None
+    return _launch(_PAST.fullmatch(name))
 
 
 def draft_name(kind: Draft, writer: Owner, random64: int) -> str:
@@ -178,16 +179,6 @@ def parse_draft_name(name: str) -> DraftName | None:
         return None
     writer = _writer(match.groups()[1:])
     return None if writer is None else DraftName(Draft(match[1]), writer)
-
-
-def fence_draft_name(writer: Owner, random64: int) -> str:
-    return draft_name(Draft.FENCE, writer, random64)
-
-
-def parse_fence_draft_name(name: str) -> Owner | None:
-    """The writer of a fence that is not in force yet."""
-    draft = parse_draft_name(name)
-    return draft.writer if draft is not None and draft.kind is Draft.FENCE else None
 
 
 def is_plain_name(name: str) -> bool:
@@ -244,6 +235,15 @@ def _is_plain(byte: int, index: int) -> bool:
     if not (byte < 128 and (character.isalnum() or character in "_-.")):
         return False
     return index > 0 or character not in ".-"
+
+
+def _launch_text(launch: Launch) -> str:
+    return f"{_within(launch.epoch, _U64, 'epoch')}-{_within(launch.nonce, _U64, 'nonce'):016x}"
+
+
+def _launch(match: re.Match[str] | None) -> Launch | None:
+    launch = None if match is None else Launch(int(match[1]), int(match[2], 16))
+    return launch if launch is not None and launch.epoch <= _U64 else None
 
 
 def _generation_text(generation: Generation) -> str:

@@ -1,6 +1,6 @@
 """The newest commit records that this node has heard of, each a file `record-<generation>`.
 
-A few are kept: a fence may kill the newest ones, and an older one then says what may not go.
+A few are kept: a line may kill the newest ones, and an older one then says what may not go.
 
 Failpoints: `before_record` · `mid_record` (written, not yet in force) · `after_record`.
 """
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from flashckpt.errors import ConfigError, UnsafeDirectoryError
 from flashckpt.failpoints import failpoint
-from flashckpt.store.fence import read_fence
+from flashckpt.store.lines import read_line
 from flashckpt.store.names import Draft, parse_record_name, record_name
 from flashckpt.store.reserve import retire
 from flashckpt.store.small_files import frame, read_framed, write_aside
@@ -32,16 +32,16 @@ _KEPT = struct.Struct("<QQQQ")  # after the fields, one for each generation that
 
 
 def write_record(directory: Directory, record: Record, writer: Owner) -> None:
-    """Keeps the newest ones; those that the fence kills go first. Writing one again changes nothing."""
+    """Keeps the newest ones; those that the line kills go first. Writing one again changes nothing."""
     content = frame(_MAGIC, _encode(record), directory.job)
     failpoint("before_record")
     name = record_name(record.generation)
     write_aside(directory, name, content, Draft.RECORD, writer, pass_failpoint="mid_record")
     failpoint("after_record")
-    fence = read_fence(directory)
+    line = read_line(directory)
 
     def worth(generation: Generation) -> tuple[bool, Generation]:
-        return fence is None or not fence.kills(generation), generation
+        return line is None or not line.kills(generation), generation
 
     for generation in sorted(_generations(directory), key=worth, reverse=True)[KEPT_RECORDS:]:
         retire(directory, None, record_name(generation))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from flashckpt.store.directory import Directory, Place
     from flashckpt.store.room import Room
 
-# A session of a thousand nodes takes 100 KiB; credentials take 2 KiB, records and fences less than a page.
+# A session of a thousand nodes takes 100 KiB; credentials take 2 KiB, records and lines less than a page.
 SPARE_BYTES = (256 << 10,) * 2 + (8 << 10,) * 8
 _BLOCK_BYTES = 512  # what st_blocks counts in
 

@@ -17,8 +17,8 @@ Failpoints, in the order of a slot's life:
 (between two steps) · `after_allocate` · `after_map` · `after_invalidate` (the old preamble is gone) ·
 `after_claim` · `before_abandon` · `after_abandon` · `before_rename_sealed` · `after_rename_sealed` ·
 `before_release` · `mid_release` (out of sealed/, the preamble still whole) · `after_zero_released` ·
-`after_release` · `before_quarantine` · `after_quarantine` · `mid_reclaim` · `before_fence` · `mid_fence` ·
-`after_fence`. Those of what only agents do are named in grants.py, session.py and records.py.
+`after_release` · `before_quarantine` · `after_quarantine` · `mid_reclaim`. Those of what
+lies beside the slots are named in grants.py, lines.py, session.py and records.py.
 """
 
 from __future__ import annotations
@@ -504,11 +504,10 @@ class SlotStore(JobFiles):
         return fetched.empty_fetched(self._directory)
 
     def highest_epoch(self) -> int:
-        """That the fence or any shard here knows of; 0 if none."""
-        in_force = self.read_fence()
-        fenced = 0 if in_force is None else in_force.epoch
-        fenced = max([fenced, *(record.generation.epoch for record in self.read_records())])
-        return max([fenced, *(sealed.shard.generation.epoch for sealed in self.scan())])
+        """That a line, a record or a shard here knows of; 0 if none."""
+        known = [line.head.epoch for line in self.read_lines()]
+        known += [record.generation.epoch for record in self.read_records()]
+        return max([0, *known, *(sealed.shard.generation.epoch for sealed in self.scan())])
 
     # -- looking at it ------------------------------------------------------------------------------------
 

@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING
 from flashckpt import native
 from flashckpt.errors import FlashError, NotFoundError
 from flashckpt.format.shard import read_header
-from flashckpt.store.fence import newer
+from flashckpt.line import newer
 from flashckpt.store.names import job_directory_name
 from flashckpt.store.slots import SlotStore
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
+    from flashckpt.line import Line
     from flashckpt.store.slots import Sealed
-    from flashckpt.types import Fence, Record, ShardId
+    from flashckpt.types import Record, ShardId
 
 _THREADS = 2
 _BLOCK_BYTES = 4 << 20
@@ -42,7 +43,7 @@ def find_problems(
     problems: list[str] = []
     copies: dict[ShardId, list[_Copy]] = defaultdict(list)
     records: set[Record] = set()
-    fence: Fence | None = None
+    line: Line | None = None
     with contextlib.ExitStack() as stack:
         for node, directory in memory.items():
             problems += [f"{node}: {problem}" for problem in _strangers(job, directory)]
@@ -57,20 +58,20 @@ def find_problems(
             for sealed in store.scan():
                 copies[sealed.shard].append(_Copy(node, store, sealed))
             records.update(store.read_records())
-            fence = newer(fence, store.read_fence())
+            line = newer(line, store.read_line())
         for held in copies.values():
             problems += _examine(job, held)
     holders = {shard: {copy.node for copy in held} for shard, held in copies.items()}
-    record = newest_in_force(records, fence)
+    record = newest_in_force(records, line)
     if record is not None:
         lost = {node for node, when in (wiped or {}).items() if record.generation.epoch < when}
         problems += broken_promises(record, holders, owners.get(record.world, ()), lost)
     return problems
 
 
-def newest_in_force(records: Collection[Record], fence: Fence | None) -> Record | None:
+def newest_in_force(records: Collection[Record], line: Line | None) -> Record | None:
     """The record that a load would have to honour."""
-    living = [one for one in records if fence is None or not fence.kills(one.generation)]
+    living = [one for one in records if line is None or not line.kills(one.generation)]
     return max(living, key=_age, default=None)
 
 
@@ -103,7 +104,7 @@ def _is_of(shard: ShardId, record: Record, rank: int) -> bool:
 
 
 def _age(record: Record) -> tuple[int, int, int]:
-    # As everywhere else: fences bury what a rollback left above it.
+    # As everywhere else: lines bury what a rollback left above it.
     return record.generation.step, record.generation.epoch, record.generation.seq
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from flashckpt.errors import ConfigError, ExistsError, NotFoundError
-from flashckpt.persist.names import FENCE, IDENTITY, IMPORTED, LATEST, META_JSON, METADATA, step_name, step_of
+from flashckpt.persist.names import FENCE, HISTORY, IDENTITY, IMPORTED, LATEST, META_JSON, METADATA, step_name, step_of
 from flashckpt.persist.storage import open_storage
 from flashckpt.persist.tenancy import look_around
 
-_OURS = (FENCE, IDENTITY, IMPORTED, LATEST, META_JSON, METADATA)
+_OURS = (FENCE, HISTORY, IDENTITY, IMPORTED, LATEST, META_JSON, METADATA)
 
 
 def persisted_steps(persist_dir: str | None, job: str) -> set[int]:

@@ -10,8 +10,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
-
 from flashckpt.store.fence import RECORD_BYTES, decode_fence, encode_fence, newer
+
 from flashckpt.store.slots import SlotStore
 from flashckpt.types import Fence
 

@@ -1,0 +1,175 @@
+"""Which history a load goes on with. A pure function of all lines and of what is whole, that every rank computes alike.
+
+A history is a line that no other line knows of, with something whole on it that no other such line has. There is one in
+a job that nobody has split. Two are never mixed, and neither is preferred: a person chooses, by `history=` or `step=`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from flashckpt.errors import AmbiguousHistoryError, NotFoundError
+from flashckpt.line import Line, begun, by_head, launch_of, name_of, order
+from flashckpt.types import age_order
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping
+
+    from flashckpt.types import Generation, Launch
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """What a load goes on with."""
+
+    line: Line | None  # None: nothing is whole, or there is nothing at all
+    roots: Mapping[Launch, Launch]  # head → root, of all known lines
+    given_up: tuple[Launch, ...] = ()  # a person chose: the job goes on without these launches
+
+    def why_not(self, generation: Generation) -> str:
+        """Why a generation is no candidate, as far as histories go; "" = it may be one."""
+        if self.line is None:
+            return ""
+        launch = launch_of(generation)
+        root = self.roots.get(launch)
+        abandoned = self.line.why_killed(generation, root)
+        if abandoned or self.line.holds(generation, root):
+            return abandoned
+        return f"of another history, {name_of(launch)}, which this one does not know"
+
+    def line_for(self, head: Launch, base: Generation | None) -> Line:
+        """Return the line of a launch that has loaded `base`, with all that is known of older launches."""
+        if base is None:
+            return begun(head, self.given_up)
+        line = self.line or begun(launch_of(base))
+        return line.continued(head, base, self.given_up)
+
+
+def pick(
+    lines: Iterable[Line],
+    whole: Collection[Generation],
+    known: Iterable[Launch] = (),
+    *,
+    step: int | None = None,
+    history: str | None = None,
+) -> Pick:
+    """Choose among the histories that have something whole, with `step` those that have that step.
+
+    `known` are the launches that anything at all is left of. AmbiguousHistoryError if there are several;
+    NotFoundError if there is no history of that name.
+    """
+    all_lines = _with_unknown(by_head(lines), whole)
+    roots = {head: line.root for head, line in all_lines.items()}
+    if history is not None:
+        line = _complete(_named(history, all_lines, whole), all_lines)
+        return Pick(line, roots, _others(line, all_lines, known, roots))
+    wanted = whole if step is None else [one for one in whole if one.step == step]
+    found = _histories(all_lines, wanted, roots)
+    if len(found) > 1:
+        raise _ambiguous(found, roots, step)
+    if not found:
+        newest = max((line for head, line in all_lines.items() if head.epoch), key=_head_order, default=None)
+        return Pick(None if newest is None else _complete(newest, all_lines), roots)
+    (line,) = (_complete(line, all_lines) for line in found)
+    return Pick(line, roots, () if step is None else _others(line, all_lines, known, roots))
+
+
+def anew(lines: Iterable[Line], known: Iterable[Launch]) -> Pick:
+    """A person starts anew: the job goes on without everything that is known."""
+    all_lines = by_head(lines)
+    launches = {*all_lines, *(one.launch for line in all_lines.values() for one in line.listed), *known}
+    return Pick(None, {}, tuple(sorted(launches, key=order)))
+
+
+def _with_unknown(lines: dict[Launch, Line], whole: Iterable[Generation]) -> dict[Launch, Line]:
+    """Add a line for each launch that none knows of: what is left of it is a history of its own."""
+    for launch in sorted({launch_of(one) for one in whole}, key=order):
+        if all(line.cut(launch) is None for line in lines.values()):
+            lines[launch] = begun(launch)
+    return lines
+
+
+def _complete(line: Line, lines: Mapping[Launch, Line]) -> Line:
+    """Return the line with what longer ones, as persist_dir has them, know of launches below its floor."""
+    for other in lines.values():
+        line = line.with_older(other)
+    return line
+
+
+def _histories(
+    lines: Mapping[Launch, Line], whole: Iterable[Generation], roots: Mapping[Launch, Launch]
+) -> dict[Line, frozenset[Generation]]:
+    """Lines that no other one knows of, newest last, each with what is whole on it."""
+    ends = [line for line in lines.values() if not any(other.supersedes(line) for other in lines.values())]
+    held = {line: frozenset(g for g in whole if line.holds(g, roots.get(launch_of(g)))) for line in ends}
+    found: dict[Line, frozenset[Generation]] = {}
+    for line in sorted(ends, key=_head_order, reverse=True):
+        # One that has nothing of its own is no rival of the one that has it, too.
+        rivals = [held[other] for other in ends if other != line]
+        if held[line] and not any(held[line] < other for other in rivals) and held[line] not in found.values():
+            found[line] = held[line]
+    return dict(reversed(found.items()))
+
+
+def _others(
+    line: Line, lines: Mapping[Launch, Line], known: Iterable[Launch], roots: Mapping[Launch, Launch]
+) -> tuple[Launch, ...]:
+    """Launches that a line does not know of."""
+    listed = {one.launch for other in lines.values() for one in other.listed}
+    launches = {*lines, *listed, *known}
+    return tuple(sorted((one for one in launches if line.cut(one, roots.get(one)) is None), key=order))
+
+
+def _named(history: str, lines: Mapping[Launch, Line], whole: Iterable[Generation]) -> Line:
+    name = history.lower().removeprefix("0x")
+    found = [line for head, line in lines.items() if name and name_of(head).startswith(name)]
+    if len(found) == 1:
+        return found[0]
+    newest = [max((g for g in whole if line.holds(g)), key=age_order, default=None) for line in lines.values()]
+    names = [
+        f"{name_of(line.head)} ({'nothing whole' if one is None else f'newest step {one.step}'})"
+        for line, one in zip(lines.values(), newest, strict=True)
+    ]
+    raise NotFoundError(
+        f"history {history!r}: expected the name of one history, or its first letters, found "
+        f"{len(found) or 'none'} among {', '.join(names) or 'none'}",
+        hint="`flashckpt histories` lists them",
+    )
+
+
+def _ambiguous(
+    found: Mapping[Line, frozenset[Generation]], roots: Mapping[Launch, Launch], step: int | None
+) -> AmbiguousHistoryError:
+    told = [_describe(line, whole) for line, whole in found.items()]
+    newest = [max(whole, key=age_order) for whole in found.values()]
+    what = "histories" if step is None else f"histories with step {step}"
+    names = [name_of(line.head) for line in found]
+    return AmbiguousHistoryError(
+        f"expected one history, found {len(found)} {what}, of which none goes on from another:"
+        + "".join(f"\n  - {one}" for one in told),
+        hint=f"nothing of them was changed; choose one with load(history={names[-1]!r}); the job then goes on without "
+        "the others. `flashckpt histories` shows them",
+        steps=tuple(one.step for one in newest),
+        histories=tuple(names),
+    )
+
+
+def _describe(line: Line, whole: Iterable[Generation]) -> str:
+    newest = max(whole, key=age_order)
+    base = next((one for one in reversed(line.listed) if one.step >= 0), None)
+    origin = "began with nothing" if base is None else f"went on from step {base.step} of {name_of(base.launch)}"
+    return f"history {name_of(line.head)}: newest {newest}, launched {date_of(line.head)}, {origin}"
+
+
+def date_of(launch: Launch) -> str:
+    """When a launch began, for people: its epoch is a date unless clocks were wrong."""
+    try:
+        return datetime.fromtimestamp(launch.epoch / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    except (OverflowError, OSError, ValueError):
+        return f"in epoch {launch.epoch}"
+
+
+def _head_order(line: Line) -> tuple[int, int]:
+    return order(line.head)
