@@ -51,7 +51,7 @@ from flashckpt.save.handle import SaveHandle  # noqa: E402
 from flashckpt.store.slots import SlotStore  # noqa: E402
 from flashckpt.types import (  # noqa: E402
     ChunkRange,
-    Fence,
+    Line,
     Generation,
     Layout,
     Level,
@@ -144,7 +144,7 @@ class LightRank:
 
     def do_fence(self, step, base):
         launch = self.slots.launch
-        self.slots.put_fence(Fence(step, launch.epoch, launch.nonce), base and Generation(*base))
+        self.slots.put_line(from_fence(step, launch.epoch, launch.nonce), base and Generation(*base))
 
     def do_inventory(self, timeout=10.0):
         found = AgentMemory(self.link, self.store).inventory(timeout)
@@ -161,7 +161,7 @@ class LightRank:
                 }
                 for one in found.holdings
             ],
-            "fence": found.fence and [found.fence.step, found.fence.epoch, found.fence.nonce],
+            "line": found.line and [found.line.step, found.line.epoch, found.line.nonce],
             "quarantined": found.quarantined,
             "past": [[one.launch.epoch, one.launch.nonce, len(one.members)] for one in found.past],
         }
@@ -244,9 +244,9 @@ class LightRank:
         return geometry(len(_LAYOUT), size_bytes, self.store.granule_bytes, DEFAULT_CHUNK_BYTES)
 
     def _refuse_if_fenced(self):
-        fence = self.store.read_fence()
-        if fence is not None and fence.epoch > self.slots.launch.epoch:
-            raise FencedError(f"a launch of epoch {fence.epoch} has taken over")
+        line = self.store.read_line()
+        if line is not None and line.epoch > self.slots.launch.epoch:
+            raise FencedError(f"a launch of epoch {line.epoch} has taken over")
 
     def serve(self, channel):
         with channel.makefile("rw") as lines:

@@ -456,12 +456,12 @@ class World:
 
     def _broken_promises(self):
         """What a rank was told to be replicated, or something newer, is in force; and bytes are those of the ranks."""
-        records, fence, problems, shards = set(), None, [], []
+        records, line, problems, shards = set(), None, [], []
         for index in range(len(self.nodes)):
             with self._store(index) as store:
                 records.update(store.read_records())
-                found = store.read_fence()
-                fence = max(filter(None, (fence, found)), key=lambda one: (one.epoch, one.nonce), default=None)
+                found = store.read_line()
+                line = max(filter(None, (line, found)), key=lambda one: (one.epoch, one.nonce), default=None)
                 for sealed in store.scan():
                     fd = store.open_shard(sealed)
                     try:
@@ -472,8 +472,8 @@ class World:
                     shards.append((index, sealed.shard.generation))
                     if digest(data) != digest(content(sealed.shard, len(data))):
                         problems.append(f"node {index}: {sealed.shard} is not what its rank wrote")
-        alive = [one for one in self.promised if fence is None or not fence.kills(one)]
-        newest, record = max(alive, key=age_order, default=None), newest_in_force(records, fence)
+        alive = [one for one in self.promised if line is None or not line.kills(one)]
+        newest, record = max(alive, key=age_order, default=None), newest_in_force(records, line)
         if newest is not None and (record is None or age_order(record.generation) < age_order(newest)):
             problems.append(f"{newest} was promised to be replicated, found the record {record}")
         return problems + self._garbage(record, shards)

@@ -91,7 +91,7 @@ def test_sessions_of_earlier_launches_stay_as_long_as_their_shards():
         launch = world.launch()  # the one in between saved nothing
         assert launch.ranks[0].ask("inventory")["past"] == [before]
         for rank in launch.ranks:
-            rank.ask("fence", step=0, base=None)
+            rank.ask("line", step=0, base=None)
         wait_until(lambda: launch.ranks[0].ask("inventory")["past"] == [], "what is fenced to go")
         load.check()
 

@@ -80,7 +80,7 @@ def restarted(world, older, step, nodes=None):
     """A new launch that has loaded `step` of an older one."""
     launch = world.launch(nodes=nodes)
     for rank in launch.ranks:
-        rank.ask("fence", step=step, base=list(older.generation(step)))
+        rank.ask("line", step=step, base=list(older.generation(step)))
     return launch
 
 

@@ -149,7 +149,7 @@ def test_a_trainer_dies_before_it_has_sealed(place):
         launch.ranks[0].kill()
         again = world.launch()
         for rank in again.ranks:
-            rank.ask("fence", step=1, base=launch.generation(1))
+            rank.ask("line", step=1, base=launch.generation(1))
         again.save(2)
         assert free & slot_ids(world.paths(1, "sealed"))
         world.check()
@@ -198,7 +198,7 @@ def test_an_agent_and_its_trainer_die_together():
         assert world.paths(1, "writing") == []
         again = world.launch()
         for rank in again.ranks:
-            rank.ask("fence", step=1, base=launch.generation(1))
+            rank.ask("line", step=1, base=launch.generation(1))
         again.save(2)
         world.check()
 
@@ -220,7 +220,7 @@ def test_an_agent_dies_while_a_launch_is_fenced(place):
         older.kill()
         newer = world.launch()
         for rank in newer.ranks:
-            rank.ask("fence", step=2, base=older.generation(2))
+            rank.ask("line", step=2, base=older.generation(2))
         assert world.fired(place) == [first[1]]
         newer.save(3)
         world.check()

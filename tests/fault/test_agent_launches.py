@@ -57,12 +57,12 @@ def test_a_frozen_trainer_wakes_up_in_another_launch(place):
         older.saved(older.ranks[:1])
         older.ranks[0].kill()
         newer = world.launch()
-        newer.ranks[0].ask("fence", step=1, base=older.generation(1))
-        newer.ranks[1].ask("fence", step=1, base=older.generation(1))
+        newer.ranks[0].ask("line", step=1, base=older.generation(1))
+        newer.ranks[1].ask("line", step=1, base=older.generation(1))
         newer.save(2)
         zombie.signal(signal.SIGCONT)
         late = zombie.result()
-        # Beyond the last look at the fence it seals; nobody takes that for a shard of the new launch.
+        # Beyond the last look at the line it seals; nobody takes that for a shard of the new launch.
         if place in ("before_preamble", "before_seal"):
             assert late["outcome"] == "ok"
         else:
@@ -71,7 +71,7 @@ def test_a_frozen_trainer_wakes_up_in_another_launch(place):
         again = older.save_nowait(3, ranks=[zombie])
         assert (again[0]["outcome"], again[0]["code"]) == ("failed", "FC-JOB-001")
         with pytest.raises(Refused, match="FencedError"):
-            zombie.ask("fence", step=1, base=None)
+            zombie.ask("line", step=1, base=None)
         newer.save(3)
         world.check()
         wait_until(lambda: not world.paths(1, "sealed", older.generation(2), 1), "the zombie's shard to go")
@@ -88,7 +88,7 @@ def test_acks_of_a_launch_that_is_over_do_not_count():
         world.wait_fired("before_ack")
         newer = world.launch()
         for rank in newer.ranks:
-            rank.ask("fence", step=1, base=older.generation(1))
+            rank.ask("line", step=1, base=older.generation(1))
         ended = older.wait(2, timeout=3.0)
         assert "ok" not in [one["outcome"] for one in ended]
         assert {one["level"] for one in ended} == {"sealed"}
@@ -106,7 +106,7 @@ def test_a_rollback_kills_what_lies_above_it_and_nothing_else():
         older.kill()
         newer = world.launch()
         for rank in newer.ranks:
-            rank.ask("fence", step=3, base=older.generation(3))
+            rank.ask("line", step=3, base=older.generation(3))
         wait_until(lambda: not world.paths(0, "sealed", older.generation(4), 0), "step 4 to go")
         assert world.paths(0, "sealed", older.generation(3), 0)
         world.check()
@@ -126,7 +126,7 @@ def test_a_rollback_below_what_is_committed():
         older.exit()
         newer = world.launch()
         for rank in newer.ranks:
-            rank.ask("fence", step=2, base=None)
+            rank.ask("line", step=2, base=None)
         wait_until(lambda: not world.paths(0, "sealed") and not world.paths(1, "sealed"), "step 5 to go")
         newer.save(3)
         world.check()
@@ -144,6 +144,6 @@ def test_a_job_that_a_wrong_clock_has_launched_goes_on():
         again = world.launch()
         assert again.session.launch.epoch == poisoned + 1
         for rank in again.ranks:
-            rank.ask("fence", step=1, base=launch.generation(1))
+            rank.ask("line", step=1, base=launch.generation(1))
         again.save(2)
         world.check()

@@ -97,7 +97,7 @@ def test_a_launch_begins_while_an_agent_drains():
         newer = world.launch()
         assert world.agent_pid(1) != pid
         for rank in newer.ranks:
-            rank.ask("fence", step=1, base=older.generation(1))
+            rank.ask("line", step=1, base=older.generation(1))
         newer.save(2)
         world.check()
 
@@ -116,7 +116,7 @@ def test_agents_are_stopped_in_order_with_the_trainers():
             world.start_agent(index)
         again = world.launch()
         for rank in again.ranks:
-            rank.ask("fence", step=1, base=launch.generation(1))
+            rank.ask("line", step=1, base=launch.generation(1))
         assert world.paths(0, "sealed", launch.generation(1), 1)
         again.save(2)
         world.check()

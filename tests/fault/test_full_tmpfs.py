@@ -55,7 +55,7 @@ def relaunch(world, launch, generation):
     for rank in launch.ranks:
         levels = [one["level"] for one in rank.ask("inventory")["holdings"]]
         assert levels == ["replicated"] * 2
-        rank.ask("fence", step=1, base=generation)
+        rank.ask("line", step=1, base=generation)
     return launch
 
 
@@ -100,7 +100,7 @@ def test_without_a_reserve_an_agent_serves_and_takes_no_saves(what):
         launch = world.launch()
         for rank in launch.ranks:
             assert [one["level"] for one in rank.ask("inventory")["holdings"]] == ["replicated"] * 2
-            rank.ask("fence", step=1, base=generation)
+            rank.ask("line", step=1, base=generation)
         pids = [world.agent_pid(index) for index in (0, 1)]
         for failed in launch.save_nowait(2):
             assert (failed["outcome"], failed["code"]) == ("failed", "FC-MEM-001")

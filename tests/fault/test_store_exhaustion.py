@@ -13,7 +13,8 @@ import pytest
 
 from flashckpt.errors import NoSpaceError, UnsafeDirectoryError
 from flashckpt.store.slots import SlotStore
-from flashckpt.types import Fence, Generation, ShardId
+from flashckpt.line import Line, from_fence
+from flashckpt.types import Generation, ShardId
 
 pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mounts")]
 ROOT = Path(__file__).parents[2]
@@ -136,8 +137,8 @@ def test_fence_on_a_full_mount(small):
         filler = os.open(small / "filler", os.O_RDWR | os.O_CREAT)
         os.posix_fallocate(filler, 0, free_bytes(small))
         with pytest.raises(NoSpaceError):
-            store.write_fence(Fence(step=1, epoch=2, nonce=3))
-        assert store.read_fence() is None
+            store.write_line(from_fence(step=1, epoch=2, nonce=3))
+        assert store.read_line() is None
         assert store.check() == []
         store.mark_void(Generation(1, 2, 3, 4))
         assert store.voids() == {Generation(1, 2, 3, 4)}
@@ -150,7 +151,7 @@ def test_out_of_inodes(tmp_path):
         with pytest.raises(NoSpaceError, match="0 free inodes"):
             store.claim(K)
         with pytest.raises(NoSpaceError, match="0 free inodes"):
-            store.write_fence(Fence(step=1, epoch=2, nonce=3))
+            store.write_line(from_fence(step=1, epoch=2, nonce=3))
         store.mark_void(Generation(1, 2, 3, 4))  # can't, and does not make a failed save worse
         assert store.voids() == frozenset()
         assert is_whole(store, sealed, 1)
@@ -179,7 +180,7 @@ def test_read_only(small):
                 lambda: store.claim(K),
                 lambda: store.release(sealed),
                 lambda: store.quarantine(sealed, "x"),
-                lambda: store.write_fence(Fence(step=1, epoch=2, nonce=3)),
+                lambda: store.write_line(from_fence(step=1, epoch=2, nonce=3)),
             ]
             for call in calls:
                 with pytest.raises(UnsafeDirectoryError, match="expected a writable mount, found a read-only one"):

@@ -24,7 +24,8 @@ SIZE = 20 << 20  # two steps of allocation
 LIFE = """
 import sys
 from flashckpt.store.slots import SlotStore
-from flashckpt.types import Fence, Generation, ShardId
+from flashckpt.line import Line, from_fence
+from flashckpt.types import Generation, ShardId
 
 SIZE = 20 << 20
 def say(*words):
@@ -40,9 +41,9 @@ def save(store, step, size=SIZE):
 
 store = SlotStore.open(sys.argv[1], "job")
 store.reclaim()                                  # mid_reclaim: a dead writer left a slot
-say("fence?")
-store.write_fence(Fence(step=5, epoch=50, nonce=9))
-say("fence")
+say("line?")
+store.write_line(from_fence(step=5, epoch=50, nonce=9))
+say("line")
 first = save(store, 1)                           # a resized slot of the dead writer
 second = save(store, 2)                          # a new file
 third = save(store, 3, SIZE // 2)
@@ -104,10 +105,10 @@ def check_promises(output, store):
             assert os.pread(fd, one.size_bytes + 1, 0) == bytes([step]) * one.size_bytes
         finally:
             os.close(fd)
-    if ["fence"] in said:
-        assert store.read_fence().epoch == 50
-    elif ["fence?"] not in said:
-        assert store.read_fence() is None
+    if ["line"] in said:
+        assert store.read_line().epoch == 50
+    elif ["line?"] not in said:
+        assert store.read_line() is None
     assert store.highest_epoch() in (0, 50, 1000)
     return found
 
@@ -158,7 +159,7 @@ def test_killed(memory_dir, failpoint, occurrence):
         assert store.status().writing.files == 0
         found = check_promises(result.stdout, store)
         assert {path.name for path in store.path.iterdir()} - {"pool", "writing", "sealed", "quarantine"} <= {
-            "fence-50-0000000000000009-5"
+            "line-50-0000000000000009-5"
         }
         for one in found.values():
             assert store.release(one), "its writer is dead"

@@ -17,7 +17,8 @@ import pytest
 
 from flashckpt.errors import ConflictError
 from flashckpt.store.slots import SlotStore
-from flashckpt.types import Fence, Generation, ShardId
+from flashckpt.line import Line, from_fence
+from flashckpt.types import Generation, ShardId
 
 ROOT = Path(__file__).parents[2]
 K = 64 << 10
@@ -229,12 +230,12 @@ def test_second_seal_of_one_shard_withdraws(memory_dir):
 
 def test_fences_written_by_many_end_in_the_newest(memory_dir):
     code = (
-        "import random, sys\nfrom flashckpt.store.slots import SlotStore\nfrom flashckpt.types import Fence\n"
+        "import random, sys\nfrom flashckpt.store.slots import SlotStore\nfrom flashckpt.types import Line\n"
         "store = SlotStore.open(sys.argv[1], 'job')\nepochs = list(range(100))\n"
         "random.Random(sys.argv[2]).shuffle(epochs)\n"
         "print('ready', flush=True)\nsys.stdin.readline()\n"
         "for epoch in epochs:\n"
-        "    assert store.write_fence(Fence(step=epoch, epoch=epoch, nonce=int(sys.argv[2]))).epoch >= epoch\n"
+        "    assert store.write_line(from_fence(step=epoch, epoch=epoch, nonce=int(sys.argv[2]))).epoch >= epoch\n"
         "print('done', flush=True)\nsys.stdin.readline()\n"
     )
     with contextlib.ExitStack() as stack:
@@ -248,16 +249,16 @@ def test_fences_written_by_many_end_in_the_newest(memory_dir):
         # Meanwhile nobody ever sees it go back, or vanish.
         newest = -1
         while newest < 99:
-            fence = store.read_fence()
-            if fence is not None:
-                assert fence.epoch >= newest
-                newest = fence.epoch
+            line = store.read_line()
+            if line is not None:
+                assert line.epoch >= newest
+                newest = line.epoch
             else:
                 assert newest == -1
         for child in children:
             assert child.stdout.readline() == "done\n"
-        assert store.read_fence() == Fence(step=99, epoch=99, nonce=2)
-        assert len(list(store.path.glob("fence-*"))) == 1
+        assert store.read_line() == from_fence(step=99, epoch=99, nonce=2)
+        assert len(list(store.path.glob("line-*"))) == 1
 
 
 def test_threads_of_one_process(memory_dir):

@@ -180,7 +180,7 @@ def load(memory_dir, saved_worlds):
                     check(f"dcp-{layout} from {saved} by dcp.load", state, build(layout, version, world))
             with flashckpt.Checkpointer(config(memory_dir, f"{layout}-{saved}")) as checkpointer:
                 state = build(layout, 0, world)
-                # The reader above went back to step 1 and put up a fence.
+                # The reader above went back to step 1 and put up a line.
                 dcp.load(state, storage_reader=flashckpt.dcp.FlashReader(checkpointer))
                 check(f"{layout} from {saved} by dcp.load", state, build(layout, 1, world))
 

@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from flashckpt.credentials import Authority, Bundle, make_request
 from flashckpt.errors import CorruptShardError
 from flashckpt.rpc.api import VERSION, Hello
-from flashckpt.types import Fence, Generation, Launch, ShardId
+from flashckpt.line import Line, from_fence
+from flashckpt.types import Generation, Launch, ShardId
 from flashckpt.wire import Answer, Beat, Envelope, PutHave, PutOpen, PutReady
 
 JOB = "run1"
 LAUNCH = Launch(1_700_000_000_000, 0xABCDEF)
-FENCE = Fence(-1, 1_700_000_000_000, 0xABCDEF)
+FENCE = from_fence(-1, 1_700_000_000_000, 0xABCDEF)
 GENERATION = Generation(LAUNCH.epoch, LAUNCH.nonce, 10, 1)
 WAIT = 20.0  # seconds until a condition that must come true is given up
 

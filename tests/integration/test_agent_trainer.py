@@ -94,15 +94,15 @@ def test_a_load_takes_the_agent_over_before_it_looks(make):
     old, new = make(), make()
     old.save(1, state(1))
     taken_over = []
-    recover = new._slots.put_fence
+    recover = new._slots.put_line
 
-    def late(fence, base):
+    def late(line, base):
         # The load has read step 1 by now; a save of the older launch must change nothing any more.
         handle = old.save(2, state(2))
         taken_over.append((handle.outcome, handle.reason))
-        return recover(fence, base)
+        return recover(line, base)
 
-    new._slots.put_fence = late
+    new._slots.put_line = late
     live = state(0)
     assert new.load(live).step == 1
     assert taken_over[0][0] == "failed"

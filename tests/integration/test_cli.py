@@ -84,7 +84,7 @@ def test_ls_json(saved):
     assert found["memory_dir"] == str(saved)
     (job,) = found["jobs"]
     assert job["job"] == "run1"
-    assert job["fence"] is None
+    assert job["line"] is None
     newest, older = job["generations"]
     assert (newest["step"], newest["state"], newest["ranks"], newest["world"]) == (20, "complete", [0], 1)
     assert older["step"] == 10

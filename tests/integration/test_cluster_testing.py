@@ -29,7 +29,8 @@ from flashckpt.testing.check import broken_promises, newest_in_force
 from flashckpt.testing.launch import LAUNCH_MARK
 from flashckpt.testing.places import MEMORY_ROOT, find_stale, scratch_root
 from flashckpt.testing.processes import look, state_of
-from flashckpt.types import Fence, Generation, Layout, Record, ShardId
+from flashckpt.line import Line, from_fence
+from flashckpt.types import Generation, Layout, Record, ShardId
 from tests.conftest import environment
 
 NO_NETNS = Cluster.available("netns")
@@ -642,9 +643,9 @@ def test_check_compares_the_newest_record_with_the_data(pair):
     (problem,) = pair.check()
     assert "shard 1/2" in problem
     assert "expected 1 copies on other nodes, found 0" in problem
-    # Once a fence has killed the generation, its promise is over.
+    # Once a line has killed the generation, its promise is over.
     with SlotStore.open(pair[1].memory_dir, pair.job) as store:
-        store.write_fence(Fence(step=9, epoch=6, nonce=1))
+        store.write_line(from_fence(step=9, epoch=6, nonce=1))
     assert pair.check() == []
 
 
@@ -671,9 +672,9 @@ def test_the_newest_record_that_no_fence_kills_counts():
     newer = Record(GENERATION._replace(step=20, seq=2), 2, 1, 2.0)
     assert newest_in_force([], None) is None
     assert newest_in_force([newer, older], None) == newer
-    assert newest_in_force([newer, older], Fence(step=15, epoch=6, nonce=1)) == older
-    assert newest_in_force([newer, older], Fence(step=15, epoch=5, nonce=1)) == newer
-    assert newest_in_force([newer, older], Fence(step=-1, epoch=6, nonce=1)) is None
+    assert newest_in_force([newer, older], from_fence(step=15, epoch=6, nonce=1)) == older
+    assert newest_in_force([newer, older], from_fence(step=15, epoch=5, nonce=1)) == newer
+    assert newest_in_force([newer, older], from_fence(step=-1, epoch=6, nonce=1)) is None
 
 
 @pytest.mark.slow

@@ -37,7 +37,7 @@ def saved(tmp_path_factory):
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_load_at(world, saved, memory_dir, torchrun):
-    # A copy, because a load puts up a fence.
+    # A copy, because a load puts up a line.
     shutil.copytree(saved, memory_dir, dirs_exist_ok=True)
     code, output = torchrun(world, WORKER, "load", memory_dir, *WORLDS)
     assert code == 0, output

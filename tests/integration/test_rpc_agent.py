@@ -37,7 +37,7 @@ from flashckpt.testing.processes import wait_stopped
 from flashckpt.types import (
     ChunkRange,
     Claimant,
-    Fence,
+    Line,
     Held,
     Holding,
     Launch,
@@ -63,7 +63,7 @@ SESSION = Session(
     "ring",
     2,
 )
-FENCE = Fence(-1, 5, 6)
+FENCE = from_fence(-1, 5, 6)
 INVENTORY = NodeInventory(
     "node-a",
     (
@@ -132,8 +132,8 @@ class MemoryAgent:
     def begin(self, *arguments):
         self._note("begin", *arguments)
 
-    def put_fence(self, *arguments):
-        self._note("put_fence", *arguments)
+    def put_line(self, *arguments):
+        self._note("put_line", *arguments)
         return FENCE
 
     def acquire(self, *arguments):
@@ -233,7 +233,7 @@ CALLS = {
     "claimants": ((TICKET,), (CLAIMANT,), None),
     "listen": ((TICKET, BUNDLE, "eth0", 7000), "10.0.0.1:7000", (BUNDLE, "eth0", 7000)),
     "begin": ((TICKET, SESSION, BUNDLE), None, None),
-    "put_fence": ((TICKET, Fence(3, 1, 2), GENERATION), FENCE, None),
+    "put_line": ((TICKET, from_fence(3, 1, 2), GENERATION), FENCE, None),
     "acquire": ((TICKET, SHARD, 1 << 40, "skip", 2.5), (1 << 64) - 1, None),
     "prepare": ((TICKET, 4096, 3, 30.0), None, None),
     "sealed": ((TICKET, SHARD, (1 << 64) - 1, 5), None, None),
@@ -257,11 +257,11 @@ def test_every_method_arrives_and_answers(client, api, method):
 def test_what_may_be_absent_arrives_as_none(client, api):
     client.listen(TICKET, BUNDLE, None, 0)
     client.begin(TICKET, SESSION, None)
-    client.put_fence(TICKET, FENCE, None)
+    client.put_line(TICKET, FENCE, None)
     assert api.calls == [
         ("listen", BUNDLE, None, 0),
         ("begin", TICKET, SESSION, None),
-        ("put_fence", TICKET, FENCE, None),
+        ("put_line", TICKET, FENCE, None),
     ]
 
 

@@ -123,7 +123,7 @@ def connect(bundles):
 
 
 def asking(shard, *ranges, with_head=False, **changes):
-    values = {"sender": "a", "launch": LAUNCH, "fence": FENCE, "shard": ShardId(GENERATION, 0, 4)}
+    values = {"sender": "a", "launch": LAUNCH, "line": FENCE, "shard": ShardId(GENERATION, 0, 4)}
     ranges = tuple(ChunkRange(*one) for one in ranges)
     return GetOpen(**{**values, "digest": shard.digest, "with_head": with_head, "ranges": ranges, **changes})
 

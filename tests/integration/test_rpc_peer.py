@@ -92,11 +92,11 @@ def test_hello(client, api):
     ],
     ids=["beat", "report", "give up", "announce", "announce nothing", "lost", "want"],
 )
-@pytest.mark.parametrize("fence", [None, FENCE])
-def test_every_message_arrives_and_is_answered(client, api, body, fence):
-    api.answer = Answer(LAUNCH, fence, RECORD, (GENERATION,), "")
-    assert client.tell(Envelope("a", LAUNCH, fence, body), WAIT) == api.answer
-    assert api.calls == [("tell", "a", Envelope("a", LAUNCH, fence, body))]
+@pytest.mark.parametrize("line", [None, FENCE])
+def test_every_message_arrives_and_is_answered(client, api, body, line):
+    api.answer = Answer(LAUNCH, line, RECORD, (GENERATION,), "")
+    assert client.tell(Envelope("a", LAUNCH, line, body), WAIT) == api.answer
+    assert api.calls == [("tell", "a", Envelope("a", LAUNCH, line, body))]
 
 
 def test_a_refusal_is_an_answer(client, api):

@@ -151,7 +151,7 @@ def test_a_refusal_says_why_and_whether_to_come_again(serve, connect, api):
         api.on_open = lambda peer, opening, retry=retry: PutRefused("no room", retry, LAUNCH, FENCE)
         result = client.put(shard.opening("a"), shard)
         assert (result.end, result.reason, result.retry) == (PutEnd.REFUSED, "no room", retry)
-        assert (result.launch, result.fence) == (LAUNCH, FENCE)
+        assert (result.launch, result.line) == (LAUNCH, FENCE)
     assert shard.reads == []
 
 

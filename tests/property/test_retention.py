@@ -9,7 +9,8 @@ from flashckpt.errors import AmbiguousHistoryError
 from flashckpt.load.choose import choose
 from flashckpt.load.inventory import copies_of, encode, merge
 from flashckpt.save.retention import State, judge, releasable
-from flashckpt.types import Fence, Generation, Held, Holding, Launch, Level, NodeInventory, ShardId, age_order
+from flashckpt.line import Line, from_fence
+from flashckpt.types import Generation, Held, Holding, Launch, Level, NodeInventory, ShardId, age_order
 
 WORLD = 3
 generations = st.builds(
@@ -17,19 +18,19 @@ generations = st.builds(
 )
 shards = st.builds(ShardId, generation=generations, rank=st.integers(0, WORLD - 1), world=st.just(WORLD))
 tags = st.dictionaries(shards, st.sampled_from([5, 5, 5, 6]), max_size=40)
-fences = st.none() | st.builds(Fence, step=st.integers(-1, 5), epoch=st.integers(1, 4), nonce=st.just(1))
+lines = st.none() | st.builds(Line, step=st.integers(-1, 5), epoch=st.integers(1, 4), nonce=st.just(1))
 launches = st.none() | st.builds(Launch, epoch=st.integers(1, 3), nonce=st.just(7))
 
 
-@given(tags, launches, fences, st.sets(generations, max_size=3), st.integers(1, 4))
-def test_the_newest_complete_ones_are_never_released(tags, launch, fence, voids, keep):
-    verdicts = judge(tags, launch, fence, voids)
+@given(tags, launches, lines, st.sets(generations, max_size=3), st.integers(1, 4))
+def test_the_newest_complete_ones_are_never_released(tags, launch, line, voids, keep):
+    verdicts = judge(tags, launch, line, voids)
     free = releasable(verdicts, keep)
     complete = [g for g, verdict in verdicts.items() if verdict.state is State.COMPLETE]
     for g in complete:
         ranks = {shard.rank for shard in tags if shard.generation == g}
         assert ranks == set(range(WORLD))
-        assert fence is None or not fence.kills(g)
+        assert line is None or not line.kills(g)
     if complete:
         newest = max(complete, key=age_order)
         assert newest not in free
@@ -47,25 +48,25 @@ def holdings(tags):
     return tuple(Holding(Held(s, bytes(16), 4096, tag), Level.SEALED, verified=True) for s, tag in tags.items())
 
 
-@given(tags, fences)
-def test_choice_and_retention_agree(tags, fence):
+@given(tags, lines)
+def test_choice_and_retention_agree(tags, line):
     """What retention keeps as newest is what a load would choose first; tags, which compare the ranks of one node, are
     left to the proof of coverage there, since a load knows nothing of the nodes that saved."""
-    inventory = merge(["node"], [encode(NodeInventory("node", holdings(tags), fence, 0, (), ()))])
+    inventory = merge(["node"], [encode(NodeInventory("node", holdings(tags), line, 0, (), ()))])
     try:
         choice = choose(inventory, None)
     except AmbiguousHistoryError:
         return
     untagged = dict.fromkeys(tags, 0)
-    complete = [g for g, v in judge(untagged, None, fence).items() if v.state is State.COMPLETE]
-    kept = [g for g, v in judge(tags, None, fence).items() if v.state is State.COMPLETE]
+    complete = [g for g, v in judge(untagged, None, line).items() if v.state is State.COMPLETE]
+    kept = [g for g, v in judge(tags, None, line).items() if v.state is State.COMPLETE]
     assert set(kept) <= set(complete)
     assert list(choice.candidates) == sorted(complete, key=age_order, reverse=True)
     assert {g for g, _ in choice.passed_over} | set(choice.candidates) == {shard.generation for shard in tags}
 
 
-@given(tags, st.lists(st.integers(0, 2), max_size=40), fences, st.integers(0, 9))
-def test_what_nodes_encode_is_what_all_learn(tags, where, fence, quarantined):
+@given(tags, st.lists(st.integers(0, 2), max_size=40), lines, st.integers(0, 9))
+def test_what_nodes_encode_is_what_all_learn(tags, where, line, quarantined):
     """Shards dealt out over three nodes, some to several of them."""
     nodes = [{}, {}, {}]
     for number, (shard, tag) in enumerate(tags.items()):
@@ -73,12 +74,12 @@ def test_what_nodes_encode_is_what_all_learn(tags, where, fence, quarantined):
             nodes[node][shard] = tag
     damaged = ((ShardId(Generation(9, 9, 9, 9), 0, 2), "crc32c"),)
     told = [
-        NodeInventory("a", holdings(nodes[0]), fence, quarantined, (), ()),
-        NodeInventory("b", holdings(nodes[1]), Fence(0, 99, 1), 0, damaged, ()),
+        NodeInventory("a", holdings(nodes[0]), line, quarantined, (), ()),
+        NodeInventory("b", holdings(nodes[1]), from_fence(0, 99, 1), 0, damaged, ()),
         NodeInventory("c", holdings(nodes[2]), None, 0, (), ()),
     ]
     merged = merge(["a", "b", "c"], map(encode, told))
-    assert merged.fence == Fence(0, 99, 1)
+    assert merged.line == from_fence(0, 99, 1)
     assert merged.quarantined == quarantined
     assert merged.damage(Generation(9, 9, 9, 9)) == [(0, "b: crc32c")]
     for generation in {shard.generation for shard in tags}:

@@ -93,15 +93,15 @@ def test_an_older_launch(arena, channel, change):
 @pytest.mark.parametrize("epoch", [(1 << 63) - 1, 1 << 53])
 def test_the_last_launch_of_all(arena, channel, epoch):
     """An epoch that no later launch could be above, kept for good by whoever hears of it."""
-    launch, fence = common_pb2.Launch(epoch=epoch, nonce=1), common_pb2.Fence(step=0, epoch=epoch, nonce=1)
+    launch, line = common_pb2.Launch(epoch=epoch, nonce=1), common_pb2.from_fence(step=0, epoch=epoch, nonce=1)
     request = arena.tell_request()
-    request.fence.CopyFrom(fence)
+    request.line.CopyFrom(line)
     assert code_of(lambda: tell(channel, arena.tell_request(launch=launch))) is REFUSED
     assert code_of(lambda: tell(channel, request)) is REFUSED
     assert code_of(lambda: hello(arena, channel, launch=launch)) is REFUSED
-    assert code_of(lambda: hello(arena, channel, fence=fence)) is REFUSED
+    assert code_of(lambda: hello(arena, channel, line=line)) is REFUSED
     assert put_code(channel, arena.opening(launch=launch)) is REFUSED
-    assert put_code(channel, arena.opening(fence=fence)) is REFUSED
+    assert put_code(channel, arena.opening(line=line)) is REFUSED
     assert arena.status()["launch"]["epoch"] == arena.launch.launch.epoch
     assert not arena.status()["fenced"]
 

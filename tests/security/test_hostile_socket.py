@@ -24,7 +24,8 @@ from flashckpt.errors import (
 from flashckpt.rpc.roles import ROLES, Role
 from flashckpt.rpc.settings import TICKET_KEY, VERSION
 from flashckpt.store.owner import Owner
-from flashckpt.types import Fence, Launch, ShardId
+from flashckpt.line import Line, from_fence
+from flashckpt.types import Launch, ShardId
 from flashckpt.v1 import agent_pb2, common_pb2
 from tests.fault.agents import JOB, wait_until
 from tests.security.arena import ATTEMPT, CREDENTIALS, code_of
@@ -99,7 +100,7 @@ def test_the_ticket_of_a_lease_that_ended(arena, client, ticket):
         lambda: client.bye(ticket),
         lambda: client.begin(ticket, arena.launch.session, None),
         lambda: client.acquire(ticket, ShardId(generation, 0, 3), 4096, "skip", 0.0),
-        lambda: client.put_fence(ticket, Fence(-1, 1, 1), None),
+        lambda: client.put_line(ticket, from_fence(-1, 1, 1), None),
         lambda: next(client.watch(ticket)),
     ):
         with pytest.raises(DeniedError):
@@ -122,7 +123,7 @@ def test_an_older_launch_of_the_same_user(arena, client, ticket):
     with pytest.raises(FencedError):
         client.begin(ticket, older, None)
     with pytest.raises(FencedError):
-        client.put_fence(ticket, Fence(-1, ours.launch.epoch - 1, 0), None)
+        client.put_line(ticket, from_fence(-1, ours.launch.epoch - 1, 0), None)
     other = dataclasses.replace(ours, replicas=0)
     with pytest.raises(FencedError, match="other members or settings"):
         client.begin(ticket, other, None)

@@ -74,18 +74,18 @@ GUESTS = ["guest", "node0", "\x1b[31mred\x1b[0m", "two\nlines", "../../etc", "nu
 
 def test_a_certificate_is_not_a_membership(arena):
     """Signed by the launch's authority, but no node of the launch; or with the very name of the one it talks to."""
-    fence, launch = arena.status()["fence"], arena.launch.launch
+    line, launch = arena.status()["line"], arena.launch.launch
     for name in GUESTS:
         with arena.channel(arena.guest(name)) as channel:
             request = arena.tell_request(sender=name)
-            request.fence.CopyFrom(common_pb2.Fence(step=-1, epoch=launch.epoch, nonce=launch.nonce))
+            request.line.CopyFrom(common_pb2.from_fence(step=-1, epoch=launch.epoch, nonce=launch.nonce))
             answer = tell(channel, request)
             assert "no member of this launch" in answer.refused
             assert not answer.HasField("record")
             push = Push(channel, arena.opening(sender=name))
             assert "no member of this launch" in push.answer().refused.reason
             push.close()
-    assert arena.status()["fence"] == fence, "learned from somebody who has no say"
+    assert arena.status()["line"] == line, "learned from somebody who has no say"
     assert "\x1b" not in arena.log()
     assert not [line for line in arena.log().splitlines() if line.startswith("lines")]
 

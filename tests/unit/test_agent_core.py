@@ -13,7 +13,7 @@ from flashckpt.agent.messages import (
     Answered,
     Begun,
     Decline,
-    FencePut,
+    LinePut,
     GaveUp,
     Gone,
     Grant,
@@ -37,11 +37,12 @@ from flashckpt.agent.messages import (
     Tick,
     Told,
 )
-from flashckpt.types import Fence, Generation, Held, Launch, Level, Member, Record, Session, ShardId
+from flashckpt.line import Line, from_fence
+from flashckpt.types import Generation, Held, Launch, Level, Member, Record, Session, ShardId
 from flashckpt.wire import Announce, Answer, Beat, Envelope, GiveUp, Lost, PutHave, PutOpen, PutRefused, Report, Want
 
 LAUNCH = Launch(epoch=100, nonce=7)
-FENCE = Fence(step=-1, epoch=100, nonce=7)
+FENCE = from_fence(step=-1, epoch=100, nonce=7)
 LIMITS = Limits(beat=1.0, retry_first=0.1, retry_most=0.4, peer_timeout=10.0)
 
 
@@ -82,8 +83,8 @@ def want(core, step, number=1, now=0.0, may_wait=False, deadline=0.0, rank=0, la
     return core.handle(SlotWanted(number, 1, shard(step, rank, world, launch), may_wait, deadline), now)
 
 
-def told(core, sender, body, now=1.0, launch=LAUNCH, fence=None):
-    return core.handle(Told(Envelope(sender, launch, fence, body)), now)
+def told(core, sender, body, now=1.0, launch=LAUNCH, line=None):
+    return core.handle(Told(Envelope(sender, launch, line, body)), now)
 
 
 def acked(core, one, node="n1", now=1.0):
@@ -108,7 +109,7 @@ class Nodes:
         for effect in effects:
             match effect:
                 case Send(target, body):
-                    answers = self.feed(target, Told(Envelope(node, core.session.launch, core.fence, body)), now)
+                    answers = self.feed(target, Told(Envelope(node, core.session.launch, core.line, body)), now)
                     self.feed(node, Answered(target, only(Reply, answers)[0].answer), now)
                 case Push(one, target):
                     if only(Accept, self.feed(target, put(one, node), now)):
@@ -207,8 +208,8 @@ def test_a_late_fence_does_not_kill_what_a_newer_launch_may_load():
     older = Launch(100, 7)
     core.handle(Started((held(9, launch=Launch(50, 1)),), None, (), None), 0.0)
     core.handle(Begun(session(launch=Launch(200, 1))), 0.0)
-    told(core, "n1", Beat(), launch=older, fence=Fence(step=3, epoch=100, nonce=7))
-    assert core.fence is None
+    told(core, "n1", Beat(), launch=older, line=from_fence(step=3, epoch=100, nonce=7))
+    assert core.line is None
     assert list(core.held) == [shard(9, launch=Launch(50, 1))]
 
 
@@ -217,8 +218,8 @@ def test_a_fence_drops_what_lies_above_it_and_leaves_what_was_loaded():
     core = AgentCore("n0", LIMITS)
     core.handle(Started(tuple(held(step, launch=old) for step in (3, 4, 5)), None, (), None), 0.0)
     core.handle(Begun(session()), 0.0)
-    fence = Fence(step=4, epoch=100, nonce=7)
-    effects = core.handle(FencePut(LAUNCH, fence, generation(4, old)), 0.0)
+    line = from_fence(step=4, epoch=100, nonce=7)
+    effects = core.handle(LinePut(LAUNCH, line, generation(4, old)), 0.0)
     assert [one.shard.generation.step for one in only(Release, effects)] == [5]
     assert sorted(s.generation.step for s in core.held) == [3, 4]
 
@@ -303,7 +304,7 @@ def test_what_was_loaded_is_one_of_those_that_stay():
     core = AgentCore("n0", LIMITS)
     core.handle(Started((held(9, 0, 1, Launch(50, 1)), held(8, 0, 1, Launch(50, 1))), None, (), None), 0.0)
     core.handle(Begun(session(nodes=1, replicas=0, keep=2)), 0.0)
-    core.handle(FencePut(LAUNCH, Fence(9, LAUNCH.epoch, LAUNCH.nonce), base), 0.0)
+    core.handle(LinePut(LAUNCH, from_fence(9, LAUNCH.epoch, LAUNCH.nonce), base), 0.0)
     for step, stay in ((10, [9, 10]), (11, [10, 11])):
         core.handle(Sealed(held(step, 0, 1)), 1.0)
         assert sorted(s.generation.step for s in core.held) == stay
@@ -327,7 +328,7 @@ def test_a_fence_takes_what_a_record_kept():
     core = world.cores["n0"]
     newer = Launch(200, 1)
     core.handle(Begun(session(nodes=1, replicas=0, keep=3, launch=newer)), 2.0)
-    core.handle(FencePut(newer, Fence(1, newer.epoch, newer.nonce), generation(1)), 2.0)
+    core.handle(LinePut(newer, from_fence(1, newer.epoch, newer.nonce), generation(1)), 2.0)
     assert world.steps("n0") == [1]
 
 

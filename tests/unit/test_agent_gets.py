@@ -8,14 +8,14 @@ from flashckpt.agent.messages import (
     Acknowledge,
     Begun,
     DeclineGet,
-    FencePut,
+    LinePut,
     Fetched,
     GetAsked,
     Release,
     Serve,
     Started,
 )
-from flashckpt.types import ChunkRange, Fence, Launch
+from flashckpt.types import ChunkRange, Line, Launch
 from flashckpt.wire import GetOpen
 from tests.unit.test_agent_core import LAUNCH, agent, held, only, session, shard
 
@@ -30,9 +30,9 @@ def loading(name="n0"):
     return core
 
 
-def get(rank=1, step=5, sender="n1", launch=LAUNCH, fence=None, digest=None):
+def get(rank=1, step=5, sender="n1", launch=LAUNCH, line=None, digest=None):
     digest = held(step, rank).digest if digest is None else digest
-    return GetAsked(GetOpen(sender, launch, fence, shard(step, rank, launch=OLD), digest, True, (ChunkRange(0, 1),)))
+    return GetAsked(GetOpen(sender, launch, line, shard(step, rank, launch=OLD), digest, True, (ChunkRange(0, 1),)))
 
 
 def refused(core, event):
@@ -66,9 +66,9 @@ def test_everybody_else_is_told_why_not(changes, reason, retry):
 
 def test_a_fence_that_comes_with_a_read_is_adopted_first():
     core = loading()
-    answer = refused(core, get(fence=Fence(4, LAUNCH.epoch, LAUNCH.nonce)))
+    answer = refused(core, get(line=from_fence(4, LAUNCH.epoch, LAUNCH.nonce)))
     assert "does not hold" in answer.reason
-    assert answer.fence == core.fence == Fence(4, 100, 7)
+    assert answer.line == core.line == from_fence(4, 100, 7)
 
 
 def test_what_was_fetched_is_held_and_stays_until_a_fence_kills_it():
@@ -77,7 +77,7 @@ def test_what_was_fetched_is_held_and_stays_until_a_fence_kills_it():
     for _ in range(2):
         assert only(Acknowledge, core.handle(Fetched(fetched), 1.0))
     assert core.held[fetched.shard] == fetched
-    core.handle(FencePut(LAUNCH, Fence(5, 100, 7), fetched.shard.generation), 2.0)
+    core.handle(LinePut(LAUNCH, from_fence(5, 100, 7), fetched.shard.generation), 2.0)
     assert fetched.shard in core.held
     late = held(9, 0, launch=OLD)
     effects = core.handle(Fetched(late), 3.0)

@@ -14,7 +14,7 @@ from flashckpt.agent.messages import (
     Answered,
     Begun,
     Decline,
-    FencePut,
+    LinePut,
     KeepSession,
     Push,
     Pushed,
@@ -35,13 +35,14 @@ from flashckpt.agent.status import describe_peers
 from flashckpt.agent.survival import survival, words
 from flashckpt.placement import place
 from flashckpt.store.room import Room
-from flashckpt.types import Fence, Generation, Held, Launch, Member, Record, Session, ShardId
+from flashckpt.line import Line, from_fence
+from flashckpt.types import Generation, Held, Launch, Member, Record, Session, ShardId
 from flashckpt.wire import Answer, Copy, Envelope, Holds, PutHave, PutOpen, PutRefused
 
 OLD, NEW = Launch(100, 7), Launch(200, 8)
 LIMITS = Limits(beat=1.0, retry_first=0.1, retry_most=0.4, peer_timeout=10.0)
 BASE = Generation(OLD.epoch, OLD.nonce, 5, 1)
-FENCE = Fence(BASE.step, NEW.epoch, NEW.nonce)
+FENCE = from_fence(BASE.step, NEW.epoch, NEW.nonce)
 
 
 def session(nodes, replicas=1, launch=NEW, domains=None, slots=2):
@@ -65,11 +66,11 @@ class Cluster:
             self.start(member.node_id, mine)
         if base is not None:
             for node in list(self.cores):
-                self.feed(node, FencePut(NEW, FENCE, base))
+                self.feed(node, LinePut(NEW, FENCE, base))
 
     def start(self, node, mine=(), **kept):
         core = self.cores[node] = AgentCore(node, LIMITS)
-        core.handle(Started(tuple(mine), kept.get("fence"), (), None), self.now)
+        core.handle(Started(tuple(mine), kept.get("line"), (), None), self.now)
         core.handle(Begun(self.session), self.now)
         self.dead.discard(node)
 
@@ -81,7 +82,7 @@ class Cluster:
                 case Send(target, body) if target in self.dead:
                     self.feed(node, Unreachable(target, "no answer"))
                 case Send(target, body):
-                    answers = self.feed(target, Told(Envelope(node, core.session.launch, core.fence, body)))
+                    answers = self.feed(target, Told(Envelope(node, core.session.launch, core.line, body)))
                     reply = next(one for one in answers if isinstance(one, Reply))
                     self.feed(node, Answered(target, reply.answer))
                 case Push(one, target, heals):
@@ -94,7 +95,7 @@ class Cluster:
         if target in self.refuses:
             return Pushed(one.shard, target, PushEnd.LATER, reason=self.refuses[target])
         core = self.cores[node]
-        put = PutOpen(node, core.session.launch, core.fence, one.shard, one.tag, one.digest, one.size_bytes, 64)
+        put = PutOpen(node, core.session.launch, core.line, one.shard, one.tag, one.digest, one.size_bytes, 64)
         answer = next(e for e in self.feed(target, PutAsked(put)) if isinstance(e, Accept | Decline))
         if isinstance(answer, Accept):
             effects = self.feed(target, Received(node, core.session.launch, one))
@@ -308,7 +309,7 @@ def core_with_base(node="n1", nodes=3):
     core = AgentCore(node, LIMITS)
     core.handle(Started((), None, (), None), 0.0)
     core.handle(Begun(session(nodes)), 0.0)
-    core.handle(FencePut(NEW, FENCE, BASE), 0.0)
+    core.handle(LinePut(NEW, FENCE, BASE), 0.0)
     return core
 
 
@@ -378,7 +379,7 @@ def test_a_copy_that_arrives_for_a_launch_that_is_over_does_not_count():
     announce(core, 0)
     assert core.handle(put(BASE), 1.0) == [Accept(heals=True)]
     core.handle(Begun(session(3, launch=Launch(300, 1))), 2.0)
-    core.handle(FencePut(Launch(300, 1), Fence(BASE.step, 300, 1), BASE), 2.0)
+    core.handle(LinePut(Launch(300, 1), from_fence(BASE.step, 300, 1), BASE), 2.0)
     assert not any(isinstance(e, Acknowledge) for e in core.handle(Received("n2", NEW, held(BASE, 0, 3)), 3.0))
 
 
@@ -393,7 +394,7 @@ def test_what_was_loaded_survives_a_restart_of_the_agent():
     core = AgentCore("n1", LIMITS)
     core.handle(Started((), None, (), None), 0.0)
     core.handle(Begun(session(3)), 0.0)
-    effects = core.handle(FencePut(NEW, FENCE, BASE), 0.0)
+    effects = core.handle(LinePut(NEW, FENCE, BASE), 0.0)
     (kept,) = [effect for effect in effects if isinstance(effect, KeepSession)]
     again = AgentCore("n1", LIMITS)
     again.handle(Started((), FENCE, (), kept.session, kept.base), 0.0)
@@ -401,18 +402,18 @@ def test_what_was_loaded_survives_a_restart_of_the_agent():
 
 
 @pytest.mark.parametrize(
-    ("base", "fence"),
+    ("base", "line"),
     [
-        (BASE, Fence(3, NEW.epoch, NEW.nonce)),  # an earlier load of this launch: killed since
+        (BASE, from_fence(3, NEW.epoch, NEW.nonce)),  # an earlier load of this launch: killed since
         (BASE, None),  # nobody has decided yet
         (BASE._replace(step=4), FENCE),  # of the launch before: the answer is late
     ],
 )
-def test_what_others_say_was_loaded_is_doubted(base, fence):
+def test_what_others_say_was_loaded_is_doubted(base, line):
     core = AgentCore("n1", LIMITS)
-    core.handle(Started((), fence, (), None), 0.0)
+    core.handle(Started((), line, (), None), 0.0)
     core.handle(Begun(session(3)), 0.0)
-    core.handle(Answered("n0", Answer(NEW, fence, None, (), base=base)), 1.0)
+    core.handle(Answered("n0", Answer(NEW, line, None, (), base=base)), 1.0)
     assert core.kept is None
 
 

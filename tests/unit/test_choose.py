@@ -5,7 +5,8 @@ import pytest
 from flashckpt.errors import AmbiguousHistoryError
 from flashckpt.load.choose import choose, explain
 from flashckpt.load.inventory import encode, merge
-from flashckpt.types import Fence, Generation, Held, Holding, Launch, Level, Member, NodeInventory, Session, ShardId
+from flashckpt.line import Line, from_fence
+from flashckpt.types import Generation, Held, Holding, Launch, Level, Member, NodeInventory, Session, ShardId
 
 
 def whole(*generations, world=2):
@@ -16,11 +17,11 @@ def held(shard, content=0):
     return Holding(Held(shard, bytes([content] * 16), 4096, 0), Level.SEALED, verified=False)
 
 
-def inventory(shards, fence, *others):
+def inventory(shards, line, *others):
     """What the first node holds, and what the others do."""
     nodes = [[held(shard) for shard in shards], *others]
     names = [f"node{number}" for number in range(len(nodes))]
-    found = [NodeInventory(n, tuple(holdings), fence, 0, (), ()) for n, holdings in zip(names, nodes, strict=True)]
+    found = [NodeInventory(n, tuple(holdings), line, 0, (), ()) for n, holdings in zip(names, nodes, strict=True)]
     return merge(names, map(encode, found))
 
 
@@ -33,7 +34,7 @@ def test_newest_step_first():
 
 
 def test_a_fence_buries_what_lies_above_it():
-    choice = choose(inventory(whole(OLD, NEW), Fence(step=4, epoch=2, nonce=20)), None)
+    choice = choose(inventory(whole(OLD, NEW), from_fence(step=4, epoch=2, nonce=20)), None)
     assert choice.candidates == (NEW,)
     assert choice.passed_over == ((OLD, "fenced: step 4 was loaded at epoch 2"),)
 

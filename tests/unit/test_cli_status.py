@@ -21,7 +21,8 @@ from flashckpt.cli.memory import view
 from flashckpt.store.directory import open_directory
 from flashckpt.store.owner import Owner
 from flashckpt.store.slots import SlotStore
-from flashckpt.types import Fence, Generation, Held, Launch, Member, Record, Session, ShardId
+from flashckpt.line import Line, from_fence
+from flashckpt.types import Generation, Held, Launch, Member, Record, Session, ShardId
 from flashckpt.wire import Envelope, Holds
 
 JOB = "run1"
@@ -106,7 +107,7 @@ def test_what_others_may_have_is_partial_not_dead(store):
 def test_a_fence_kills_what_was_committed(store):
     seal(store, *(shard(10, rank) for rank in range(3)))
     store.write_record(Record(generation(10), 3, 1, committed_at=1.5))
-    store.write_fence(Fence(step=5, epoch=200, nonce=1))
+    store.write_line(from_fence(step=5, epoch=200, nonce=1))
     (found,) = view(store, JOB).generations
     assert (found.state, found.level.name) == ("dead", "NONE")
     assert found.as_json()["level"] is None

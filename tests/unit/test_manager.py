@@ -557,7 +557,7 @@ def test_an_evaluation_beside_the_training_changes_nothing(job, tmp_path, by):
         training.step()
         assert manager.save(1, force=True).wait() == "ok"
         store = manager.checkpointer.store
-        before = (store.read_fence(), sorted(one.name for one in store.scan()), snapshot(tmp_path))
+        before = (store.read_line(), sorted(one.name for one in store.scan()), snapshot(tmp_path))
         evaluation = job(persist_dir=str(tmp_path), persist_on_exit=False, load_only=by == "config")
         with evaluation.manager() as reader:
             found = reader.load(read_only=True) if by == "argument" else reader.load()
@@ -569,7 +569,7 @@ def test_an_evaluation_beside_the_training_changes_nothing(job, tmp_path, by):
                     reader.checkpointer.start_fresh()
                 with pytest.raises(flashckpt.ConfigError, match="take_over"):
                     reader.load(take_over=True)
-        assert (store.read_fence(), sorted(one.name for one in store.scan()), snapshot(tmp_path)) == before
+        assert (store.read_line(), sorted(one.name for one in store.scan()), snapshot(tmp_path)) == before
         training.step()
         assert manager.save(2, force=True).wait() == "ok"
 

@@ -19,7 +19,8 @@ from flashckpt.persist.restore import DiskInventory, OnDisk, choose_on_disk
 from flashckpt.persist.spec import FlushSpec
 from flashckpt.persist.storage import open_storage
 from flashckpt.persist.unpickle import read_index
-from flashckpt.types import Fence, Generation, PersistSettings
+from flashckpt.line import Line, from_fence
+from flashckpt.types import Generation, PersistSettings
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
@@ -313,7 +314,7 @@ def test_nothing_anywhere_is_a_fresh_start_but_a_disk_that_fails_is_not(memory_d
     with open_checkpointer(memory_dir, out) as checkpointer:
         assert checkpointer.load(blank()) is None
     out.mkdir()
-    (out / "fence.json").write_text("not json")
+    (out / "line.json").write_text("not json")
     with (
         open_checkpointer(memory_dir, out) as checkpointer,
         pytest.raises(flashckpt.UnusableError, match="can't be read"),
@@ -327,8 +328,8 @@ def generation(step, epoch):
 
 def test_choice_on_disk():
     steps = tuple(OnDisk(f"step-{step}", generation(step, epoch), "") for step, epoch in ((5, 1), (9, 1), (7, 2)))
-    fence = Fence(5, 2, 2)
-    chosen = choose_on_disk(DiskInventory(steps, fence), fence, None)
+    line = from_fence(5, 2, 2)
+    chosen = choose_on_disk(DiskInventory(steps, line), line, None)
     assert [one.name for one in chosen.candidates] == ["step-7", "step-5"]
     assert "fenced" in chosen.passed_over[0]
     with pytest.raises(flashckpt.AmbiguousHistoryError):

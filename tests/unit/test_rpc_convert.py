@@ -14,7 +14,7 @@ from flashckpt.errors import IncompatibleError
 from flashckpt.rpc import convert
 from flashckpt.rpc.api import Hello, Lease, Progress
 from flashckpt.store.owner import Owner
-from flashckpt.types import Claimant, Fence, Generation, Launch, Level, Member, Record, Session, ShardId
+from flashckpt.types import Claimant, Line, Generation, Launch, Level, Member, Record, Session, ShardId
 from flashckpt.v1 import agent_pb2, common_pb2, peer_pb2
 
 counts = st.integers(0, (1 << 63) - 1)
@@ -26,7 +26,7 @@ plain = st.text(st.characters(codec="ascii", categories=["L", "N", "P"]), max_si
 digests = st.binary(min_size=16, max_size=16)
 epochs = st.integers(0, 4_000_000_000_000)  # milliseconds since 1970, far from both ends
 launches = st.builds(Launch, epochs, nonces)
-fences = st.builds(Fence, st.integers(-(1 << 63), (1 << 63) - 1), epochs, nonces)
+lines = st.builds(Line, st.integers(-(1 << 63), (1 << 63) - 1), epochs, nonces)
 generations = st.builds(Generation, counts, nonces, counts, counts)
 worlds = st.integers(1, 1 << 24)
 shards = st.builds(lambda generation, world, rank: ShardId(generation, rank % world, world), generations, worlds, small)
@@ -84,10 +84,10 @@ bodies = st.one_of(
     st.builds(wire.Want, shards, digests),
     holdings(),
 )
-envelopes = st.builds(wire.Envelope, names, launches, st.none() | fences, bodies)
+envelopes = st.builds(wire.Envelope, names, launches, st.none() | lines, bodies)
 answers = st.builds(
     wire.Answer,
-    *(st.none() | launches, st.none() | fences, st.none() | records, voids, plain),
+    *(st.none() | launches, st.none() | lines, st.none() | records, voids, plain),
     failure=st.none() | failures,
     base=st.none() | generations,
     health=st.none() | healths,
@@ -95,7 +95,7 @@ answers = st.builds(
 )
 openings = st.builds(
     lambda *a, head, data: wire.PutOpen(*a, size_bytes=head + data, head_bytes=head),
-    *(names, launches, st.none() | fences, shards, nonces, digests),
+    *(names, launches, st.none() | lines, shards, nonces, digests),
     head=st.integers(1, 1 << 40),
     data=st.integers(0, 1 << 40),
 )
@@ -121,7 +121,7 @@ def through(message):
 
 PAIRS = [
     ("launch", launches, convert.to_launch, convert.from_launch),
-    ("fence", fences, convert.to_fence, convert.from_fence),
+    ("line", lines, convert.to_line, convert.from_fence),
     ("generation", generations, convert.to_generation, convert.from_generation),
     ("shard", shards, convert.to_shard, convert.from_shard),
     ("record", records, convert.to_record, convert.from_record),
@@ -158,7 +158,7 @@ PAIRS = [
     ("ready", st.builds(wire.PutReady, counts, counts), convert.to_ready, convert.from_ready),
     (
         "refused",
-        st.builds(wire.PutRefused, plain, st.booleans(), st.none() | launches, st.none() | fences),
+        st.builds(wire.PutRefused, plain, st.booleans(), st.none() | launches, st.none() | lines),
         convert.to_refused,
         convert.from_refused,
     ),
@@ -175,7 +175,7 @@ def test_what_goes_in_comes_out(values, to, back):
 
 
 addresses = st.sampled_from(["", "10.0.0.1:7000", "[2001:db8::1]:65535"])
-hellos = st.builds(Hello, small, names, names, addresses, st.none() | launches, st.none() | fences)
+hellos = st.builds(Hello, small, names, names, addresses, st.none() | launches, st.none() | lines)
 
 
 @pytest.mark.parametrize(

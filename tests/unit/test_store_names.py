@@ -17,7 +17,8 @@ from flashckpt.store.names import (
     slot_name,
 )
 from flashckpt.store.owner import Owner
-from flashckpt.types import Fence, Generation, ShardId
+from flashckpt.line import Line, from_fence
+from flashckpt.types import Generation, ShardId
 
 OWNER = Owner(4321, 99887, "81c33f2d", 4026531836)
 SHARD = ShardId(Generation(1753, 0xABC, 1200, 3), 5, 8)
@@ -29,7 +30,7 @@ def test_exact_names():
     """Processes of two versions may meet in one directory: a changed form is a changed format."""
     assert slot_name(42, OWNER) == SLOT_NAME
     assert sealed_name(SHARD, 43, 42, OWNER) == SEALED_NAME
-    assert fence_name(Fence(step=-1, epoch=7, nonce=8)) == "fence-7-0000000000000008--1"
+    assert fence_name(from_fence(step=-1, epoch=7, nonce=8)) == "line-7-0000000000000008--1"
 
 
 @pytest.mark.parametrize(
@@ -70,7 +71,7 @@ def test_foreign_sealed_names(name):
     assert parse_sealed_name(name) is None
 
 
-@pytest.mark.parametrize("name", ["fence", "fence-7-8-9", "fence-7-0000000000000008--0", "fence-07-0000000000000008-1"])
+@pytest.mark.parametrize("name", ["line", "line-7-8-9", "line-7-0000000000000008--0", "line-07-0000000000000008-1"])
 def test_foreign_fence_names(name):
     assert parse_fence_name(name) is None
     assert parse_fence_draft_name(name) is None

@@ -18,7 +18,8 @@ from flashckpt.store.directory import Directory, State
 from flashckpt.store.names import sealed_name, slot_name
 from flashckpt.store.owner import Owner
 from flashckpt.store.slots import SlotStore
-from flashckpt.types import Fence, Generation, ShardId
+from flashckpt.line import Line, from_fence
+from flashckpt.types import Generation, ShardId
 
 ROOT = Path(__file__).parents[2]
 K = 64 << 10
@@ -487,7 +488,7 @@ def test_highest_epoch(store):
     assert store.highest_epoch() == 0
     store.seal(store.claim(K), shard(1))
     assert store.highest_epoch() == 1000
-    store.write_fence(Fence(step=0, epoch=2000, nonce=1))
+    store.write_line(from_fence(step=0, epoch=2000, nonce=1))
     assert store.highest_epoch() == 2000
 
 
@@ -567,8 +568,8 @@ def test_hugetlbfs(hugetlbfs):
         sealed = store.seal(slot, shard(1))
         with pytest.raises(NoSpaceError, match=r"hugetlbfs .* has 16 MiB free of 24 MiB"):
             store.claim(18 << 20)
-        fence = Fence(step=1, epoch=2, nonce=3)
-        assert store.write_fence(fence) == fence == store.read_fence()
+        line = from_fence(step=1, epoch=2, nonce=3)
+        assert store.write_line(line) == line == store.read_line()
         assert store.check() == []
     with SlotStore.open(hugetlbfs / "m", "job") as store:
         fd = store.open_shard(sealed := store.scan()[0])
