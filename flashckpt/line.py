@@ -116,6 +116,11 @@ class Line:
             floor = replace(floor, step=min(floor.step, base.step))
         return Line(head, self.root, _in_order(steps, head), floor)
 
+    def chosen(self, head: Launch, given_up: Iterable[Launch] = ()) -> Line:
+        """Return the line by which a person says that the job goes on with this one, and without `given_up`."""
+        steps = dict.fromkeys(given_up, NOTHING) | {one.launch: one.step for one in self.listed} | {self.head: _ALL}
+        return Line(head, self.root, _in_order(steps, head), self.floor)
+
     def including(self, older: Line | None, present: Collection[Generation]) -> Line:
         """Return the line of a launch that goes on from all of `present` that the line before it does not abandon."""
         steps = {} if older is None else {one.launch: one.step for one in older.listed}

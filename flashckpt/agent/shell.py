@@ -53,7 +53,7 @@ from flashckpt.agent.trainers import Trainers
 from flashckpt.agent.watch import Watch
 from flashckpt.errors import ConfigError, FlashError, NoSpaceError, NotFoundError, PeerError
 from flashckpt.failpoints import failpoint, is_testing
-from flashckpt.line import launch_of
+from flashckpt.line import by_head, launch_of
 from flashckpt.persist.spec import FlushSpec
 from flashckpt.rpc.agent_server import AgentServer
 from flashckpt.rpc.api import Progress
@@ -390,6 +390,7 @@ class Shell:
         """What lies here now: also what was sealed a moment ago by a trainer that did not live to tell."""
         self.look_around()
         quarantined = self.store.status().quarantined_files
+        chosen = self.store.read_lines()  # a person may have written one: `flashckpt histories`
         with self._lock:
             committed = {record.generation for record in self._core.records}
             verified, everything = self._files.verified(), self._core.held
@@ -401,7 +402,7 @@ class Shell:
                     )
                     for shard, held in everything.items()
                 ),
-                self._core.lines,
+                tuple(by_head((*chosen, *self._core.lines)).values()),
                 quarantined,
                 self._files.damaged(everything),
                 self._succession.past(self._core.session),

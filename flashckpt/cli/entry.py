@@ -25,6 +25,7 @@ _COMMANDS = {
     "doctor": ("flashckpt.cli.doctor", "Check that this node is fit for saving, and say what to do where not."),
     "export": ("flashckpt.cli.export", "Write the model of a saved step for other programs."),
     "flush": ("flashckpt.cli.flush", "Bring a step from memory to persist_dir now."),
+    "histories": ("flashckpt.cli.histories", "Show how the job's launches follow each other; choose between two."),
     "import": ("flashckpt.cli.import_model", "Write another program's model as a checkpoint to start from."),
     "inspect": ("flashckpt.cli.inspect", "Show what one saved step holds."),
     "ls": ("flashckpt.cli.ls", "List the generations in this node's memory."),

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from flashckpt.errors import AmbiguousHistoryError, NotFoundError
-from flashckpt.line import Line, begun, by_head, launch_of, name_of, order
+from flashckpt.errors import AmbiguousHistoryError, InternalError, NotFoundError
+from flashckpt.line import NOTHING, Line, begun, by_head, launch_of, name_of, order
 from flashckpt.types import age_order
 
 if TYPE_CHECKING:
@@ -74,6 +74,49 @@ def pick(
         return Pick(None if newest is None else _complete(newest, all_lines), roots)
     (line,) = (_complete(line, all_lines) for line in found)
     return Pick(line, roots, () if step is None else _others(line, all_lines, known, roots))
+
+
+def chosen(
+    lines: Iterable[Line],
+    whole: Collection[Generation],
+    known: Iterable[Launch],
+    head: Launch,
+    *,
+    history: str,
+    abandon: bool = False,
+) -> Line:
+    """Return the line by which a person chooses a history, or abandons it for the only other one.
+
+    AmbiguousHistoryError if others than one are left; NotFoundError if there is no history of that name, or no other.
+    """
+    known, lines = tuple(known), tuple(lines)
+    picked = pick(lines, whole, known, history=history)
+    if picked.line is None:
+        raise InternalError(f"history {history!r} was found without a line")
+    if not abandon:
+        return picked.line.chosen(head, picked.given_up)
+    all_lines = _with_unknown(by_head(lines), whole)
+    roots = {one: line.root for one, line in all_lines.items()}
+    doomed = picked.line.head
+    cuts = {one: line.cut(doomed, roots[doomed]) for one, line in all_lines.items()}
+    rest = {one: line for one, line in all_lines.items() if cuts[one] in (None, NOTHING)}
+    found = _histories(rest, whole, roots)
+    if len(found) != 1:
+        names = ", ".join(name_of(line.head) for line in found) or "none"
+        raise NotFoundError(
+            f"history {history!r}: expected one other history to go on with, found {names}",
+            hint="run this where the other history lies, or choose one with `flashckpt histories choose NAME`; to "
+            "begin anew without any of them: Checkpointer.start_fresh()",
+        )
+    (line,) = found
+    return line.chosen(head, _others(line, all_lines, known, roots))
+
+
+def ends(lines: Iterable[Line], whole: Collection[Generation]) -> list[Line]:
+    """Return the histories that have something whole, oldest first; else the newest line, if there is any."""
+    all_lines = _with_unknown(by_head(lines), whole)
+    found = list(_histories(all_lines, whole, {head: line.root for head, line in all_lines.items()}))
+    return found or list(all_lines.values())[-1:]
 
 
 def anew(lines: Iterable[Line], known: Iterable[Launch]) -> Pick:
