@@ -830,7 +830,7 @@ class Checkpointer:
 
     def _remember_line(self, line: Line) -> None:
         """For the day when all memory is gone."""
-        if self.config.persist_dir is not None and self._topology.rank == 0:
+        if line.listed and self.config.persist_dir is not None and self._topology.rank == 0:
             remember_line(self.config.persist_dir, self._settings.job, line, self.config.save_timeout)
 
 

@@ -34,7 +34,7 @@ KEPT = 24  # launches that a line lists at least, if there are as many
 MAX_LISTED = 4096  # in a line that comes from elsewhere
 MAX_ENCODED_BYTES = 1 << 17
 NOTHING = -1  # the step of a launch of which nothing is on the line
-_ALL = (1 << 63) - 1
+EVERYTHING = (1 << 63) - 1  # the step of a launch of which everything is on the line
 _UNKNOWN = Launch(0, 0)  # epoch 0 is never a launch's
 
 _HEAD = struct.Struct("<BQQQQQQqI")  # version, head, root, floor and its step, number of ancestors
@@ -65,12 +65,12 @@ class Line:
         `root` is that of the launch's own line; None if its line is not known.
         """
         if launch == self.head:
-            return _ALL
+            return EVERYTHING
         for one in self.listed:
             if one.launch == launch:
                 return one.step
         if launch == _UNKNOWN:
-            return _ALL  # of no launch: a person put it into persist_dir
+            return EVERYTHING  # of no launch: a person put it into persist_dir
         floor = self.floor
         if floor is None or order(launch) > order(floor.launch) or not self._is_same_root(root):
             return None
@@ -118,7 +118,8 @@ class Line:
 
     def chosen(self, head: Launch, given_up: Iterable[Launch] = ()) -> Line:
         """Return the line by which a person says that the job goes on with this one, and without `given_up`."""
-        steps = dict.fromkeys(given_up, NOTHING) | {one.launch: one.step for one in self.listed} | {self.head: _ALL}
+        listed = {one.launch: one.step for one in self.listed}
+        steps = dict.fromkeys(given_up, NOTHING) | listed | {self.head: EVERYTHING}
         return Line(head, self.root, _in_order(steps, head), self.floor)
 
     def including(self, older: Line | None, present: Collection[Generation]) -> Line:
@@ -226,7 +227,7 @@ def _in_order(steps: dict[Launch, int], head: Launch) -> tuple[Ancestor, ...]:
 
 def describe(line: Line) -> dict[str, Any]:
     """For people: the name of the history, and what its launch went on from."""
-    base = next((one for one in reversed(line.listed) if one.step > NOTHING), None)
+    base = next((one for one in reversed(line.listed) if NOTHING < one.step < EVERYTHING), None)
     return {
         "history": name_of(line.head),
         "root": name_of(line.root),

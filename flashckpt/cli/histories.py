@@ -16,7 +16,7 @@ from flashckpt.cli.options import where
 from flashckpt.cli.output import note, print_json, printable
 from flashckpt.cli.persisted import persist_dir_of, persisted_steps
 from flashckpt.errors import FlashError, LiveJobError
-from flashckpt.line import NOTHING, Line, by_head, launch_of, name_of, order
+from flashckpt.line import EVERYTHING, NOTHING, Line, by_head, launch_of, name_of, order
 from flashckpt.load.histories import chosen, date_of, ends
 from flashckpt.types import Launch
 
@@ -185,7 +185,7 @@ def _state_of(branch: Branch, heads: list[Line], known: dict[Launch, Line]) -> s
             return "current" if len(heads) == 1 else "one of several histories: a load asks which"
         cut = head.cut(branch.launch, root)
         if cut is not None and cut > NOTHING:
-            return f"continued up to step {cut}" if cut < 1 << 62 else "chosen"
+            return f"continued up to step {cut}" if cut < EVERYTHING else "chosen"
         if cut is not None:
             return "abandoned"
     return "of a history with nothing whole here"
@@ -202,6 +202,8 @@ def _drawn(branches: list[Branch], margin: str = "", is_root: bool = True) -> It
         is_last = index == len(branches) - 1
         mark, more = ("", "") if is_root else ("└─ ", "   ") if is_last else ("├─ ", "│  ")
         origin = "began with nothing" if branch.from_step is None else f"from step {branch.from_step}"
+        if branch.from_step is not None and branch.from_step >= EVERYTHING:
+            origin = "chosen by a person"
         yield f"{margin}{mark}{name_of(branch.launch)}  {date_of(branch.launch)}  {origin}  [{branch.state}]"
         inner = margin + more + ("│    " if branch.children else "     ")
         steps = list(branch.steps.items())
