@@ -112,6 +112,7 @@ class Trainers:
             )
         if job != self._shell.options.job:
             raise IncompatibleError(f"agent of job {self._shell.options.job!r}: found a trainer of job {job!r}")
+        self._shell.check_epochs(launch, None)
         if owner.pid_namespace != Owner.current().pid_namespace:
             _log.warning(
                 "rank %d is in another pid namespace: its end can't be noticed, and what it held stays until a reboot; "
