@@ -84,7 +84,8 @@ def test_what_nodes_encode_is_what_all_learn(tags, where, fence, quarantined):
     for generation in {shard.generation for shard in tags}:
         found = copies_of(merged, generation)
         expected = {s.rank: s for s in tags if s.generation == generation}
-        assert found.is_complete == (len(expected) == WORLD)
+        assert found.ranks == tuple(sorted(expected))
+        assert found.world == WORLD
         for number in range(3):
             assert set(found.on(number)) == {s.rank for s in nodes[number] if s.generation == generation}
         for rank, shard in expected.items():
