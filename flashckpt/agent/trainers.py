@@ -306,11 +306,12 @@ class Trainers:
         match request.answer:
             case Grant():
                 return
-            case RefuseBusy(_, reason):
+            case RefuseBusy(_, reason, in_vain):
                 raise BusyError(
                     reason,
                     hint="save less often, raise slots_per_rank, or look at `flashckpt status` for what lags",
                     step=shard.generation.step,
+                    in_vain=in_vain,
                 )
             case RefuseFenced(_, reason):
                 raise FencedError(
