@@ -106,13 +106,14 @@ class Granting:
         if len(used - {shard}) < session.slots_per_rank:
             return Grant(request.request_id)
         given_up = self._ledger.voids.get(shard.generation)
-        if request.may_wait and now < request.deadline and not given_up and not self._is_short(used, now):
+        in_vain = bool(given_up) or self._is_short(used, now)
+        if request.may_wait and now < request.deadline and not in_vain:
             return None
         waits = "; ".join(self._why_pending(s) for s in sorted(used, key=lambda s: age_order(s.generation)))
         why = f"{shard}: all {session.slots_per_rank} slots are needed: {waits}"
-        return RefuseBusy(
-            request.request_id, f"{why}; and this generation was given up: {given_up}" if given_up else why
-        )
+        if given_up:
+            why += f"; and this generation was given up: {given_up}"
+        return RefuseBusy(request.request_id, why, in_vain)
 
     def _is_short(self, used: Collection[ShardId], now: float) -> bool:
         """Whether a slot is taken by what another node has had no room for, for so long that waiting does not help."""

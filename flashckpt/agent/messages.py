@@ -270,6 +270,7 @@ class Grant:
 class RefuseBusy:
     request_id: int
     reason: str
+    in_vain: bool = False  # to ask again now would not help
 
 
 @dataclass(frozen=True, slots=True)

@@ -176,6 +176,7 @@ class Peers:
     # --- what other nodes ask -------------------------------------------------------------------------------
 
     def hello(self, peer: str, hello: Hello) -> Hello:
+        self._shell.check_epochs(hello.launch, hello.line)
         launch, _ = self._shell.standing_of_session()
         # Of this launch only: an agent that was paused for long would take its successor's place.
         if hello.address and hello.launch == launch:
@@ -429,6 +430,7 @@ class Peers:
             result = client.put(opening, outgoing, self._throttle)
         failpoint("after_push")
         if result.end is PutEnd.REFUSED:
+            self._shell.check_epochs(result.launch, result.line)  # here, where it ends the push as a failed one
             end = PushEnd.LATER if result.retry else PushEnd.REFUSED
             return Pushed(held.shard, node_id, end, reason=result.reason, launch=result.launch, line=result.line)
         return Pushed(held.shard, node_id, PushEnd.ACKED, digest=result.digest)

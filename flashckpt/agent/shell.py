@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashckpt.agent.commit import threshold
 from flashckpt.agent.core import AgentCore
+from flashckpt.agent.epochs import heard, named, why_refused
 from flashckpt.agent.flusher import Flusher
 from flashckpt.agent.limits import Limits
 from flashckpt.agent.messages import (
@@ -51,13 +52,12 @@ from flashckpt.agent.status import describe
 from flashckpt.agent.succession import Succession, die, owed
 from flashckpt.agent.trainers import Trainers
 from flashckpt.agent.watch import Watch
-from flashckpt.errors import ConfigError, FlashError, NoSpaceError, NotFoundError, PeerError
+from flashckpt.errors import ConfigError, FlashError, IncompatibleError, NoSpaceError, NotFoundError, PeerError
 from flashckpt.failpoints import failpoint, is_testing
 from flashckpt.line import by_head, launch_of
 from flashckpt.persist.spec import FlushSpec
 from flashckpt.rpc.agent_server import AgentServer
 from flashckpt.rpc.api import Progress
-from flashckpt.rpc.checks import trust_epoch
 from flashckpt.types import Held, Holding, Level, NodeInventory, ShardId, age_order
 
 if TYPE_CHECKING:
@@ -104,6 +104,7 @@ class Shell:
         self._draining = False
         self._watch = Watch(store)
         self._counted_at, self._objects = float("-inf"), 0
+        self._directory_epoch = 0  # the highest one that lay in the directory at the start
 
     # --- life -----------------------------------------------------------------------------------------------
 
@@ -116,7 +117,7 @@ class Shell:
         held = tuple(self._files.adopt_all())
         failpoint("mid_start")
         session, base = self._succession.read()
-        trust_epoch(max(self.store.highest_epoch(), 0 if session is None else session.launch.epoch))
+        self._directory_epoch = max(self.store.highest_epoch(), 0 if session is None else session.launch.epoch)
         lines, records = self.store.read_lines(), self.store.read_records()
         lacking = owed(
             {one.shard for one in held},
@@ -281,9 +282,32 @@ class Shell:
     # --- the core -------------------------------------------------------------------------------------------
 
     def feed(self, event: Event) -> list[Effect]:
-        """Any thread. The effects that answer the event are the caller's to act on; all others are done."""
+        """Any thread. The effects that answer the event are the caller's to act on; all others are done.
+
+        IncompatibleError where it brings an epoch that no launch should have; nothing was changed.
+        """
         with self._lock:
+            self._check_epochs(heard(event))
             return self._apply(event)
+
+    def check_epochs(self, launch: Launch | None, line: Line | None) -> None:
+        """Raise IncompatibleError if no launch should have such an epoch. For what the core is not told."""
+        with self._lock:
+            self._check_epochs(named(launch, line))
+
+    def _check_epochs(self, epochs: tuple[tuple[str, int], ...]) -> None:
+        if not epochs:
+            return
+        # IMPORTANT: never of what other nodes say, or each of them could raise the bound for the next one.
+        session = self._core.session
+        known = max(self._directory_epoch, 0 if session is None else session.launch.epoch)
+        if reason := why_refused(epochs, known, time.time()):
+            raise IncompatibleError(
+                reason,
+                hint="an epoch is a time, and a clock was wrong: look at the clocks of the nodes. A job that has such "
+                "an epoch goes on with the memory directories that know it, or from persist_dir under another name "
+                "(initial_load_path)",
+            )
 
     def _apply(self, event: Event) -> list[Effect]:
         effects = self._core.handle(event, time.monotonic())

@@ -113,6 +113,7 @@ class Trainers:
             )
         if job != self._shell.options.job:
             raise IncompatibleError(f"agent of job {self._shell.options.job!r}: found a trainer of job {job!r}")
+        self._shell.check_epochs(launch, None)
         if owner.pid_namespace != Owner.current().pid_namespace:
             _log.warning(
                 "rank %d is in another pid namespace: its end can't be noticed, and what it held stays until a reboot; "
@@ -306,11 +307,12 @@ class Trainers:
         match request.answer:
             case Grant():
                 return
-            case RefuseBusy(_, reason):
+            case RefuseBusy(_, reason, in_vain):
                 raise BusyError(
                     reason,
                     hint="save less often, raise slots_per_rank, or look at `flashckpt status` for what lags",
                     step=shard.generation.step,
+                    in_vain=in_vain,
                 )
             case RefuseFenced(_, reason):
                 raise FencedError(

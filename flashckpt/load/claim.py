@@ -54,13 +54,14 @@ def refuse_beside_live_here(topology: Topology, slots: Slots, job: str) -> None:
 def _ask(group: PrivateGroup, topology: Topology, slots: Slots) -> tuple[list[Trainer], set[str]]:
     """The claimants on all nodes, and the processes that are about to take over. Collective."""
     error: FlashError | None = None
-    message: list[object] = [Owner.current().identity, []]
-    if topology.is_leader:
-        try:
+    message: list[object] = ["", []]
+    try:
+        message[0] = Owner.current().identity
+        if topology.is_leader:
             message[1] = [asdict(one) for one in slots.claimants()]
-        except FlashError as raised:
-            error = raised
-            message.append(f"{type(raised).__name__}: {raised.message}")
+    except FlashError as raised:
+        error = raised
+        message.append(f"{type(raised).__name__}: {raised.message}")
     answers = [json.loads(one) for one in group.gather(json.dumps(message).encode(), "asking who holds the job")]
     if error is not None:
         raise error

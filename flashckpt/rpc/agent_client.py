@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from flashckpt.errors import AgentError, ConfigError
-from flashckpt.rpc import channels, checks, convert, convert_load
+from flashckpt.rpc import channels, convert, convert_load
 from flashckpt.rpc.errors import from_call
 from flashckpt.rpc.settings import (
     AGENT_SERVICE,
@@ -113,7 +113,6 @@ class AgentClient:
         return tuple(map(convert.from_claimant, answer.claimants))
 
     def begin(self, ticket: bytes, session: Session, credentials: Bundle | None) -> None:
-        checks.trust_epoch(session.launch.epoch)
         self._call(
             "Begin",
             ticket,

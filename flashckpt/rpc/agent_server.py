@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import grpc
 
 from flashckpt.errors import AgentError, DeniedError, IncompatibleError
-from flashckpt.rpc import checks, convert, convert_load
+from flashckpt.rpc import convert, convert_load
 from flashckpt.rpc.guard import Call, Caller, Guard
 from flashckpt.rpc.roles import Role
 from flashckpt.rpc.settings import AGENT_SERVICE, TICKET_KEY, Keepalive, server_options, unix_target
@@ -158,8 +158,6 @@ class AgentServer:
 
     def _begin(self, data: bytes, call: Call) -> bytes:
         request = convert.parse(agent_pb2.BeginRequest, data, "Begin")
-        if call.caller.role is Role.TRAINER:
-            checks.trust_epoch(request.session.launch.epoch)
         session = convert.needed(request, "session", convert.from_session)
         credentials = convert.optional(request, "credentials", convert.from_bundle)
         self._api.begin(call.caller.ticket, session, credentials)

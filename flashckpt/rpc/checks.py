@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import time
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from flashckpt.address import parse_address
@@ -17,9 +16,6 @@ _MAX_INTEGER = (1 << 63) - 1
 _MAX_WORLD = 1 << 24
 MAX_NAME_BYTES = 256
 MAX_TEXT_BYTES = 4096
-# Epochs are milliseconds since 1970, or a little more than those of a clock that was ahead once.
-_MAX_AHEAD_MS = 100 * 366 * 86400 * 1000
-_trusted_epoch = 0  # of the launches that this process itself works for
 _MAX_SECONDS = 7 * 86400.0
 DIGEST_BYTES = 16
 
@@ -71,28 +67,6 @@ def bounded(items: _S, what: str, most: int) -> _S:
     if len(items) > most:
         raise refused(what, f"at most {most}", len(items))
     return items
-
-
-def epoch(value: int, what: str) -> int:
-    """IMPORTANT: whoever hears of a newer launch or line adopts it for good, and the next launch has to be above it.
-    An epoch without a bound would be the job's last one."""
-    limit = max(int(time.time() * 1000), _trusted_epoch) + _MAX_AHEAD_MS
-    if value > min(limit, _MAX_INTEGER):
-        raise IncompatibleError(
-            f"{what} of a message: expected at most {limit}, a century ahead of the clock, found {value}",
-            hint="an epoch is a time, and a clock was wrong: look at the clocks of the nodes. A job whose epoch is so "
-            "high goes on: launch it with a node that has heard of it",
-        )
-    return value
-
-
-def trust_epoch(value: int) -> None:
-    """This process works for a launch of that epoch, as its own user says: what others say may be as high.
-
-    IMPORTANT: never for what a message of another node says, or each could raise the bound for the next one.
-    """
-    global _trusted_epoch
-    _trusted_epoch = max(_trusted_epoch, min(value, _MAX_INTEGER))
 
 
 def address(value: str) -> str:

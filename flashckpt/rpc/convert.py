@@ -27,7 +27,6 @@ from flashckpt.rpc.checks import MAX_TEXT_BYTES as _MAX_TEXT_BYTES
 from flashckpt.rpc.checks import address as _address
 from flashckpt.rpc.checks import bounded as _bounded
 from flashckpt.rpc.checks import digest16 as digest16
-from flashckpt.rpc.checks import epoch as _epoch
 from flashckpt.rpc.checks import integer as _integer
 from flashckpt.rpc.checks import line as _line
 from flashckpt.rpc.checks import maybe as maybe
@@ -97,7 +96,7 @@ def to_launch(launch: Launch) -> common_pb2.Launch:
 
 
 def from_launch(message: common_pb2.Launch) -> Launch:
-    return Launch(_epoch(message.epoch, "epoch"), message.nonce)
+    return Launch(_integer(message.epoch, "epoch"), message.nonce)
 
 
 @functools.lru_cache(maxsize=16)  # every message carries the same one

@@ -120,7 +120,7 @@ class AgentSlots:
         return self._store.attach(slot_id, size_bytes)
 
     def _ask_for_slot(self, shard: ShardId, size_bytes: int, deadline: float) -> int:
-        """Ask again every second while the agent has none, and look meanwhile who is missing."""
+        """Ask again every second while the agent has none and waiting may help, and look meanwhile who is missing."""
         began, step = time.monotonic(), shard.generation.step
         while True:
             may_wait = self._config.on_busy == "wait" and self.patience.is_left
@@ -129,9 +129,10 @@ class AgentSlots:
                 return self._link.call(ask, max(0.1, deadline - time.monotonic()), "asking for a slot")
             except BusyError as error:
                 now, reason = time.monotonic(), error.message
-                if may_wait and now < deadline and self.patience.look(step, now - began, reason):
+                in_vain = bool(error.fields.get("in_vain"))
+                if may_wait and not in_vain and now < deadline and self.patience.look(step, now - began, reason):
                     continue
-                if may_wait:
+                if may_wait and not in_vain:  # it is other ranks that patience is with
                     self.patience.exhaust()
                 raise BusyError(f"{reason}{self.patience.who(step)}", hint=error.hint, **error.fields) from error
 

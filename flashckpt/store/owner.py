@@ -6,6 +6,7 @@ and go on writing through its mapping. Doubt therefore always means "alive".
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import select
@@ -14,10 +15,11 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from flashckpt.errors import ConfigError
+from flashckpt.errors import ConfigError, FlashError, StorageError
 
 BOOT_ID_PATH = Path("/proc/sys/kernel/random/boot_id")
 _PROC = Path("/proc")
+_NO_PROC = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM)  # nothing is mounted there, or not for us
 # The inode of the time namespace that every process starts in; the kernel fixes the number.
 _INITIAL_TIME_NAMESPACE = 0xEFFFFFFA
 # linux/pidfd.h: _IOWR(0xFF, 11, struct pidfd_info), in its first, 64-byte form; the exit status comes last in it.
@@ -44,13 +46,16 @@ class Owner:
 
     @staticmethod
     def current() -> Owner:
-        """This process. Nothing is cached: after a fork it is the child."""
-        start_ticks = _start_ticks("self")
+        """This process. Nothing is cached: after a fork it is the child.
+
+        StorageError where a limit keeps it from being read, as of open files; ConfigError where there is no /proc.
+        """
+        try:
+            start_ticks = _read_start_ticks("self")
+        except OSError as error:
+            raise _unread("this process's start time in /proc/self/stat", error) from error
         if start_ticks is None:
-            raise ConfigError(
-                "expected this process's start time in /proc/self/stat, found none",
-                hint="mount proc at /proc: flashckpt tells live writers from dead ones with it",
-            )
+            raise _unread("this process's start time in /proc/self/stat", "none")
         return Owner(os.getpid(), start_ticks, read_boot_id8(), _namespace())
 
 
@@ -161,16 +166,21 @@ def read_boot_id8() -> str:
 
 
 def read_boot_id() -> str:
-    """32 hex digits. Read at each call: a restored container sees another machine's."""
+    """32 hex digits. Read at each call: a restored container sees another machine's. Raises as Owner.current() does."""
     try:
         text = BOOT_ID_PATH.read_text(encoding="ascii").strip().replace("-", "")
         int(text, 16)
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"expected a boot id in {BOOT_ID_PATH}, found {error}",
-            hint="mount proc at /proc: flashckpt tells live writers from dead ones with it",
-        ) from error
+        raise _unread(f"a boot id in {BOOT_ID_PATH}", error) from error
     return text.lower()
+
+
+def _unread(what: str, found: Exception | str) -> FlashError:
+    """The error for a file of /proc that could not be read or says nothing."""
+    message = f"expected {what}, found {found}"
+    if isinstance(found, OSError) and found.errno not in _NO_PROC:
+        return StorageError(message)  # may pass, as a lack of descriptors does
+    return ConfigError(message, hint="mount proc at /proc: flashckpt tells live writers from dead ones with it")
 
 
 def _is_dead_without_pidfd(owner: Owner) -> bool:
@@ -240,9 +250,13 @@ def _pid_in_proc(pidfd: int) -> str:
 
 def _start_ticks(pid: str) -> int | None:
     try:
-        stat = (_PROC / pid / "stat").read_bytes()
+        return _read_start_ticks(pid)
     except OSError:
         return None
+
+
+def _read_start_ticks(pid: str) -> int | None:
+    stat = (_PROC / pid / "stat").read_bytes()
     # The name in parentheses may hold spaces and parentheses; field 22 counts from behind the last one.
     fields = stat[stat.rfind(b")") + 1 :].split()
     return int(fields[19]) if len(fields) > 19 else None

@@ -7,7 +7,10 @@ import time
 
 import pytest
 
-from tests.fault.agents import Refused, World, wait_until
+from flashckpt.agent.session import encode_session
+from flashckpt.store.slots import SlotStore
+from flashckpt.types import Launch, Member, Session
+from tests.fault.agents import JOB, Refused, World, wait_until
 
 
 def test_of_two_launches_at_once_the_newer_wins():
@@ -134,16 +137,27 @@ def test_a_rollback_below_what_is_committed():
 
 
 def test_a_job_that_a_wrong_clock_has_launched_goes_on():
-    """174 years ahead: its epoch stays, and later launches are above it, also with agents that were restarted."""
+    """174 years ahead: its epoch stays, and later launches are above it, also with agents that were restarted. Nodes
+    that have not heard of it don't begin it, because nothing tells them that it is not a wrong clock now."""
     poisoned = int(time.time() * 1000) + 174 * 366 * 86_400_000
-    with World(2) as world:
-        launch = world.launch(epoch=poisoned)
+    with World(3, start=False) as world:
+        for node in world.nodes[:2]:  # as an earlier version has left them
+            past = Session(Launch(poisoned - 1, 7), 1, (Member(node.name, "", "", (0,)),), 0, "ring", 2)
+            with SlotStore.open(node.memory_dir, JOB) as store:
+                store.write_session(encode_session(past))
+        for index in range(3):
+            world.start_agent(index)
+        launch = world.launch(nodes=[0, 1], epoch=poisoned)
         launch.save(1)
         launch.kill()
         world.kill_agent(0)
-        again = world.launch()
+        again = world.launch(nodes=[0, 1])
         assert again.session.launch.epoch == poisoned + 1
         for rank in again.ranks:
             rank.ask("line", step=1, base=launch.generation(1))
         again.save(2)
         world.check()
+        with pytest.raises(Refused, match="epoch of a launch: expected at most") as refused:
+            world.launch(nodes=[2], epoch=poisoned + 2)
+        assert refused.value.error == "IncompatibleError"
+        assert world.status(2)["launch"] is None

@@ -603,9 +603,10 @@ def test_it_is_small_quick_isolated_and_without_secrets(agents, capsys):
         )
     assert rss_kb < 80 * 1000
     assert seconds < 3
-    niceness = [int(task.read_text().rpartition(")")[2].split()[16]) for task in proc.glob("task/*/stat")]
-    assert set(niceness) == {min(10 + os.nice(0), 19)}, "of all its threads"
-    assert len(niceness) > 1
+    niceness = sorted(int(task.read_text().rpartition(")")[2].split()[16]) for task in proc.glob("task/*/stat"))
+    assert niceness[0] == os.nice(0), "of the one thread that starts helpers, which may be hurried"
+    assert set(niceness[1:]) == {min(10 + os.nice(0), 19)}, "of all other threads"
+    assert len(niceness) > 2
     limits = next(line for line in proc.joinpath("limits").read_text().splitlines() if line.startswith("Max core"))
     assert limits.split()[4:6] == ["0", "0"]
     if os.geteuid() == 0:  # undumpable: nobody else may look

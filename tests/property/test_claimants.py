@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flashckpt.errors import OtherRankError, StorageError
+from flashckpt.load.claim import refuse_beside_live
 from flashckpt.load.claimants import (
     ENDING_GRACE_SECONDS,
     GRACE_SECONDS,
@@ -16,6 +20,8 @@ from flashckpt.load.claimants import (
     live_job,
     others,
 )
+from flashckpt.store.owner import Owner
+from flashckpt.topology import Node, Topology
 from flashckpt.types import Claimant, Launch
 
 LAUNCHES = st.builds(Launch, st.integers(1, 3), st.integers(0, 2))
@@ -64,3 +70,35 @@ def test_the_error_names_who_where_and_since_when(found):
     assert len(error.trainers) == len(found)
     assert error.trainers[0]["since"] == first.claimant.claimed_at
     assert "take_over=True" in error.hint
+
+
+class Gathering:
+    """A group of two whose other rank says `told`."""
+
+    def __init__(self, told):
+        self.said, self._told = [], told
+
+    def gather(self, message, what):
+        self.said.append(json.loads(message))
+        return [json.dumps(self._told).encode(), message]
+
+
+@pytest.mark.parametrize("fails_here", [True, False])
+def test_a_rank_that_can_not_tell_which_process_it_is_keeps_nobody_waiting(monkeypatch, fails_here):
+    """For want of descriptors, say: all ranks meet, and each of them hears of it."""
+    topology = Topology(1, 2, (Node("a", "", (0, 1)),), (0, 1))
+    if fails_here:
+        group = Gathering(["process0", []])
+        monkeypatch.setattr(Owner, "current", lambda: raised(StorageError("too many open files")))
+        error = StorageError
+    else:
+        group = Gathering(["", [], "StorageError: too many open files"])
+        error = OtherRankError
+    with pytest.raises(error, match="too many open files"):
+        refuse_beside_live(group, topology, None, "job")
+    (said,) = group.said
+    assert said[2:] == (["StorageError: too many open files"] if fails_here else [])
+
+
+def raised(error):
+    raise error

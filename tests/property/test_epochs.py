@@ -1,13 +1,33 @@
-"""A launch's epoch: above all that were seen, and never far ahead because of one wrong clock."""
+"""A launch's epoch: above all that were seen, and never far ahead because of one wrong clock or one wrong word."""
 
 from __future__ import annotations
+
+import re
+from dataclasses import fields
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flashckpt.agent import messages
+from flashckpt.agent.epochs import heard, named, why_refused
+from flashckpt.agent.messages import (
+    Answered,
+    Begun,
+    FencePut,
+    GetAsked,
+    Pushed,
+    PushEnd,
+    PutAsked,
+    Received,
+    Tick,
+    Told,
+)
 from flashckpt.errors import ConfigError
 from flashckpt.launch import LAST_EPOCH, LATEST_CLOCK_MS, MAX_CLOCK_DIFFERENCE_MS, agree_epoch
+from flashckpt.types import Fence, Generation, Held, Launch, Session, ShardId
+from flashckpt.wire import Answer, Beat, Envelope, GetOpen, PutOpen
 
 NOW = 1_800_000_000_000
 YEAR = 366 * 86_400_000
@@ -57,3 +77,50 @@ def test_the_last_epoch():
     assert agree_epoch(LAST_EPOCH - 1, {"a": NOW}) == LAST_EPOCH
     with pytest.raises(ConfigError, match="no launch could be above it"):
         agree_epoch(LAST_EPOCH, {"a": NOW})
+
+
+# --- what an agent accepts
+
+EPOCH, FENCED = 11, 12
+OURS, FENCE = Launch(EPOCH, 1), Fence(3, FENCED, 1)
+SHARD = ShardId(Generation(EPOCH, 1, 3, 1), 0, 1)
+EVENTS = [
+    (Begun(Session(OURS, 1, (), 0, "ring", 2)), {EPOCH}),
+    (FencePut(OURS, FENCE, None), {EPOCH, FENCED}),
+    (Told(Envelope("a", OURS, FENCE, Beat())), {EPOCH, FENCED}),
+    (Answered("a", Answer(OURS, FENCE, None, (), "")), {EPOCH, FENCED}),
+    (Answered("a", Answer(None, FENCE, None, (), "")), {FENCED}),
+    (PutAsked(PutOpen("a", OURS, FENCE, SHARD, 0, bytes(16), 1, 1)), {EPOCH, FENCED}),
+    (GetAsked(GetOpen("a", OURS, FENCE, SHARD, bytes(16), True, ())), {EPOCH, FENCED}),
+    (Pushed(SHARD, "a", PushEnd.REFUSED, launch=OURS, fence=FENCE), {EPOCH, FENCED}),
+    (Pushed(SHARD, "a", PushEnd.ACKED, digest=bytes(16)), set()),
+    (Received("a", OURS, Held(SHARD, bytes(16), 1, 0)), {EPOCH}),
+    (Tick(), set()),
+]
+
+
+def test_each_way_in_is_looked_at():
+    for event, epochs in EVENTS:
+        assert {epoch for _, epoch in heard(event)} == epochs, event
+    bring = re.compile(r"\b(Launch|Fence|Session|Envelope|Answer|PutOpen|GetOpen)\b")
+    kinds = [kind for kind in get_args(messages.Event) if any(bring.search(one.type) for one in fields(kind))]
+    # What an agent finds in its own directory is what it knows.
+    assert set(kinds) - {messages.Started} <= {type(event) for event, epochs in EVENTS if epochs}
+
+
+@given(st.integers(0, LAST_EPOCH - 1), clocks)
+def test_an_agent_accepts_every_epoch_that_a_launch_agrees_on(highest, found):
+    """Where it knows the launch before, and its own clock is anywhere in this century."""
+    launch = Launch(agree_epoch(highest, found), 1)
+    for now in (NOW, NOW - 57 * YEAR, NOW + 57 * YEAR):
+        assert not why_refused(named(launch, None), highest, now / 1000)
+
+
+@given(st.integers(0, (1 << 63) - 1), st.integers(0, LAST_EPOCH))
+def test_an_agent_accepts_no_epoch_far_above_its_clock_and_what_it_knows(epoch, known):
+    reason = why_refused(named(None, Fence(0, epoch, 1)), known, NOW / 1000)
+    if epoch <= max(NOW, known):
+        assert not reason
+    if epoch > max(NOW + 101 * YEAR, known + 25 * HOUR):
+        assert reason.startswith("epoch of a fence: expected at most")
+        assert reason.endswith(f"found {epoch}")

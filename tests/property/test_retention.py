@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashckpt.errors import AmbiguousHistoryError
+from flashckpt.line import Line, from_fence
 from flashckpt.load.choose import choose
 from flashckpt.load.inventory import copies_of, encode, merge
 from flashckpt.save.retention import State, judge, releasable
-from flashckpt.line import Line, from_fence
 from flashckpt.types import Generation, Held, Holding, Launch, Level, NodeInventory, ShardId, age_order
 
 WORLD = 3
@@ -85,7 +85,8 @@ def test_what_nodes_encode_is_what_all_learn(tags, where, line, quarantined):
     for generation in {shard.generation for shard in tags}:
         found = copies_of(merged, generation)
         expected = {s.rank: s for s in tags if s.generation == generation}
-        assert found.is_complete == (len(expected) == WORLD)
+        assert found.ranks == tuple(sorted(expected))
+        assert found.world == WORLD
         for number in range(3):
             assert set(found.on(number)) == {s.rank for s in nodes[number] if s.generation == generation}
         for rank, shard in expected.items():

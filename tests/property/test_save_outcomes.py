@@ -13,7 +13,7 @@ import time
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import flashckpt
@@ -82,6 +82,7 @@ def check_saves_go_on(checkpointer, first):
     overlap=st.booleans(),
     mode=st.sampled_from(["log", "raise"]),
 )
+@example(faulty=[LIMIT], overlap=False, mode="log")
 def test_what_fails_below_a_save_never_raises_out_of_it(faulty, overlap, mode):
     memory_dir = tempfile.mkdtemp(prefix="flashckpt-test-", dir="/dev/shm")
     config = CheckpointConfig(job="job", memory_dir=memory_dir, on_save_error=mode, save_timeout=5)

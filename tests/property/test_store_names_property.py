@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from flashckpt.line import Line
 from flashckpt.store import names
 from flashckpt.store.owner import Owner
-from flashckpt.line import Line, from_fence
 from flashckpt.types import Generation, ShardId
 
 u32 = st.integers(0, (1 << 32) - 1)

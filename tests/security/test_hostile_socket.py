@@ -21,10 +21,10 @@ from flashckpt.errors import (
     IncompatibleError,
     NoSpaceError,
 )
+from flashckpt.line import from_fence
 from flashckpt.rpc.roles import ROLES, Role
 from flashckpt.rpc.settings import TICKET_KEY, VERSION
 from flashckpt.store.owner import Owner
-from flashckpt.line import Line, from_fence
 from flashckpt.types import Launch, ShardId
 from flashckpt.v1 import agent_pb2, common_pb2
 from tests.fault.agents import JOB, wait_until
@@ -174,9 +174,22 @@ def test_sessions_beyond_reason(arena, client, channel, ticket):
     assert begin(agent_pb2.Session(launch=launch, world=(1 << 32) - 1, members=one, strategy="ring")) is refused
     twice = [agent_pb2.Member(node_id="node0", ranks=[0]), agent_pb2.Member(node_id="node0", ranks=[1])]
     assert begin(agent_pb2.Session(launch=launch, world=2, members=twice, strategy="ring")) is refused
-    last = common_pb2.Launch(epoch=(1 << 63) - 1, nonce=1)
-    assert begin(agent_pb2.Session(launch=last, world=1, members=one, strategy="ring")) is refused
     assert arena.status()["launch"]["epoch"] == ours.launch.epoch
+
+
+@pytest.mark.parametrize("epoch", [(1 << 63) - 1, 1 << 53])
+def test_the_last_launch_of_all(arena, client, ticket, epoch):
+    """An epoch that no later launch could be above, kept for good by whoever hears of it."""
+    last = Launch(epoch, 1)
+    node = dataclasses.replace(arena.launch.session.members[0], ranks=(0,))
+    with pytest.raises(IncompatibleError, match="epoch of a launch: expected at most"):
+        client.begin(ticket, dataclasses.replace(arena.launch.session, launch=last, world=1, members=(node,)), None)
+    with pytest.raises(IncompatibleError, match="epoch of a launch: expected at most"):
+        client.hello(Owner.current(), 0, VERSION, JOB, last, 1.0)
+    with pytest.raises(IncompatibleError, match="epoch of a launch: expected at most"):
+        client.put_fence(ticket, Fence(0, epoch, 1), None)
+    assert arena.status()["launch"]["epoch"] == arena.launch.launch.epoch
+    assert not arena.status()["fenced"]
 
 
 def test_slots_larger_than_memory(arena, client, ticket):

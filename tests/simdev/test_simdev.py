@@ -278,7 +278,8 @@ def case_memory_freed_under_another_stream_is_poison():
 
 
 def case_record_stream_keeps_freed_memory():
-    assert read_late(record=True).sum().item() == 5000
+    late = read_late(record=True)  # named, as it is freed in the order of the side stream: not before it was summed
+    assert late.sum().item() == 5000
 
 
 def case_fresh_memory_belongs_to_the_stream_it_was_allocated_on():

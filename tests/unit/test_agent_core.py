@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import ANY
+
 import pytest
 
 from flashckpt.agent.commit import Reached, abandoned_by
@@ -13,12 +15,12 @@ from flashckpt.agent.messages import (
     Answered,
     Begun,
     Decline,
-    LinePut,
     GaveUp,
     Gone,
     Grant,
     KeepRecord,
     LeaseEnded,
+    LinePut,
     Notify,
     Push,
     Pushed,
@@ -37,7 +39,7 @@ from flashckpt.agent.messages import (
     Tick,
     Told,
 )
-from flashckpt.line import Line, from_fence
+from flashckpt.line import from_fence
 from flashckpt.types import Generation, Held, Launch, Level, Member, Record, Session, ShardId
 from flashckpt.wire import Announce, Answer, Beat, Envelope, GiveUp, Lost, PutHave, PutOpen, PutRefused, Report, Want
 
@@ -149,7 +151,26 @@ def test_a_request_that_may_wait_is_answered_at_its_deadline():
         core.handle(Sealed(held(step)), 0.0)
     assert want(core, 3, may_wait=True, deadline=5.0) == []
     assert not only(RefuseBusy, core.handle(Tick(), 4.9))
-    assert [one.request_id for one in only(RefuseBusy, core.handle(Tick(), 5.0))] == [1]
+    assert only(RefuseBusy, core.handle(Tick(), 5.0)) == [RefuseBusy(1, ANY, in_vain=False)]
+
+
+def test_a_request_that_waits_in_vain_is_answered_at_once_and_says_so():
+    """Else the trainer asks again until its own deadline."""
+    core = agent()
+    for step in (1, 2):
+        core.handle(Sealed(held(step)), 0.0)
+    core.handle(Pushed(shard(1), "n1", PushEnd.LATER, reason="[FC-MEM-001] tmpfs can't hold it"), 1.0)
+    assert want(core, 3, now=1.0, may_wait=True, deadline=60.0) == []
+    assert not only(RefuseBusy, core.handle(Pushed(shard(1), "n1", PushEnd.LATER, reason="[FC-MEM-001]"), 5.9))
+    assert only(RefuseBusy, core.handle(Tick(), 6.1)) == [RefuseBusy(1, ANY, in_vain=True)]
+    core = agent()
+    for step in (1, 2):
+        core.handle(Sealed(held(step)), 0.0)
+    assert want(core, 3, may_wait=True, deadline=60.0) == []
+    told(core, "n1", GiveUp(generation(3)))
+    (busy,) = want(core, 3, number=2, may_wait=True, deadline=60.0)
+    assert busy.in_vain
+    assert "given up" in busy.reason
 
 
 def test_a_request_that_waits_gets_the_slot_that_a_commit_frees():

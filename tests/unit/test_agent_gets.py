@@ -8,14 +8,14 @@ from flashckpt.agent.messages import (
     Acknowledge,
     Begun,
     DeclineGet,
-    LinePut,
     Fetched,
     GetAsked,
+    LinePut,
     Release,
     Serve,
     Started,
 )
-from flashckpt.types import ChunkRange, Line, Launch
+from flashckpt.types import ChunkRange, Launch
 from flashckpt.wire import GetOpen
 from tests.unit.test_agent_core import LAUNCH, agent, held, only, session, shard
 

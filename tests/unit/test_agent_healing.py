@@ -14,8 +14,8 @@ from flashckpt.agent.messages import (
     Answered,
     Begun,
     Decline,
-    LinePut,
     KeepSession,
+    LinePut,
     Push,
     Pushed,
     PushEnd,
@@ -33,9 +33,9 @@ from flashckpt.agent.messages import (
 from flashckpt.agent.spare import missing_slots, why_no_room
 from flashckpt.agent.status import describe_peers
 from flashckpt.agent.survival import survival, words
+from flashckpt.line import from_fence
 from flashckpt.placement import place
 from flashckpt.store.room import Room
-from flashckpt.line import Line, from_fence
 from flashckpt.types import Generation, Held, Launch, Member, Record, Session, ShardId
 from flashckpt.wire import Answer, Copy, Envelope, Holds, PutHave, PutOpen, PutRefused
 

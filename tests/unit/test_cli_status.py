@@ -18,10 +18,10 @@ from flashckpt.agent.start import Seen
 from flashckpt.agent.status import describe
 from flashckpt.cli import ls, status
 from flashckpt.cli.memory import view
+from flashckpt.line import from_fence
 from flashckpt.store.directory import open_directory
 from flashckpt.store.owner import Owner
 from flashckpt.store.slots import SlotStore
-from flashckpt.line import Line, from_fence
 from flashckpt.types import Generation, Held, Launch, Member, Record, Session, ShardId
 from flashckpt.wire import Envelope, Holds
 

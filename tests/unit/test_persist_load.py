@@ -14,12 +14,12 @@ import torch.distributed.checkpoint as dcp
 import flashckpt
 from flashckpt.errors import CorruptShardError, DeniedError, UnsafeDirectoryError
 from flashckpt.format.dtypes import ITEMSIZE
+from flashckpt.line import from_fence
 from flashckpt.persist.flush import flush
 from flashckpt.persist.restore import DiskInventory, OnDisk, choose_on_disk
 from flashckpt.persist.spec import FlushSpec
 from flashckpt.persist.storage import open_storage
 from flashckpt.persist.unpickle import read_index
-from flashckpt.line import Line, from_fence
 from flashckpt.types import Generation, PersistSettings
 
 pytestmark = [

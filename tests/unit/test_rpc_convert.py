@@ -14,7 +14,7 @@ from flashckpt.errors import IncompatibleError
 from flashckpt.rpc import convert
 from flashckpt.rpc.api import Hello, Lease, Progress
 from flashckpt.store.owner import Owner
-from flashckpt.types import Claimant, Line, Generation, Launch, Level, Member, Record, Session, ShardId
+from flashckpt.types import Claimant, Generation, Launch, Level, Line, Member, Record, Session, ShardId
 from flashckpt.v1 import agent_pb2, common_pb2, peer_pb2
 
 counts = st.integers(0, (1 << 63) - 1)

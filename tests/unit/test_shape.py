@@ -116,6 +116,7 @@ PURE = [
     "agent/copying.py",
     "agent/custody.py",
     "agent/duties.py",
+    "agent/epochs.py",
     "agent/flush_orders.py",
     "agent/granting.py",
     "agent/ledger.py",

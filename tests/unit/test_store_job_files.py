@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from flashckpt.errors import ClosedError, ConfigError, NoSpaceError, UnsafeDirectoryError
+from flashckpt.line import from_fence
 from flashckpt.store.names import Draft, draft_name, parse_draft_name, parse_record_name, record_name
 from flashckpt.store.owner import Owner
 from flashckpt.store.slots import SlotStore
 from flashckpt.store.small_files import MAX_PAYLOAD_BYTES, frame, unframe
-from flashckpt.line import Line, from_fence
 from flashckpt.types import Generation, Launch, Record
 
 ROOT = Path(__file__).parents[2]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flashckpt.errors import ConfigError
+from flashckpt.line import from_fence
 from flashckpt.store.names import (
     fence_name,
     job_directory_name,
@@ -17,7 +18,6 @@ from flashckpt.store.names import (
     slot_name,
 )
 from flashckpt.store.owner import Owner
-from flashckpt.line import Line, from_fence
 from flashckpt.types import Generation, ShardId
 
 OWNER = Owner(4321, 99887, "81c33f2d", 4026531836)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from flashckpt.errors import ConfigError
+from flashckpt.errors import ConfigError, StorageError
 from flashckpt.store import owner as owner_module
 from flashckpt.store.owner import Owner, Vigil, is_dead, read_boot_id8
 
@@ -182,6 +183,28 @@ def test_no_boot_id_is_said(monkeypatch, tmp_path):
     monkeypatch.setattr(owner_module, "BOOT_ID_PATH", tmp_path / "missing")
     with pytest.raises(ConfigError, match="boot id"):
         read_boot_id8()
+
+
+def test_a_machine_without_proc_is_said(monkeypatch, tmp_path):
+    monkeypatch.setattr(owner_module, "_PROC", tmp_path)
+    with pytest.raises(ConfigError, match="start time") as refused:
+        Owner.current()
+    assert "mount proc" in refused.value.hint
+
+
+def test_a_lack_of_descriptors_is_not_the_callers_fault():
+    """A save in that moment is an outcome; ConfigError would be raised out of it."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, before[1]))
+    try:
+        for read in (Owner.current, read_boot_id8):
+            with pytest.raises(StorageError, match="Too many open files") as refused:
+                read()
+            assert "ulimit -n" in refused.value.hint
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 @pytest.mark.root
