@@ -461,7 +461,7 @@ class Checkpointer:
                     )
                 if result is None:
                     if not read_only:
-                        self._begin_anew(given_up)
+                        self._begin_anew(given_up, recovery.present)
                     return None
                 if not read_only:
                     line = recovery.line_for(self._slots.launch, result.generation)
@@ -520,7 +520,7 @@ class Checkpointer:
                 with Recovery(self.ground()) as recovery:
                     inventory = recovery.take_inventory()
                     given_up = recovery.anew(inventory, on_disk.whole, on_disk.lines)
-                self._put_line(self._begin_anew(given_up), None, recovery.present)
+                self._put_line(self._begin_anew(given_up, recovery.present), None, recovery.present)
 
     def flush(self, step: int | None = None) -> Generation:
         """Asks this node's agent to bring the newest committed generation (or that of `step`) to persist_dir.
@@ -813,12 +813,12 @@ class Checkpointer:
         self._disk_epoch = max(self._disk_epoch, found.highest_epoch)
         return found
 
-    def _begin_anew(self, given_up: Pick | None) -> Line:
+    def _begin_anew(self, given_up: Pick | None, present: Collection[Launch]) -> Line:
         """Return the line that the first save of this launch claims. `given_up`: what a person said to leave behind."""
         if self._topology.is_leader:
             self._store.forget_persisted()  # whoever starts anew does not miss what lay in persist_dir
         line = begun(self._slots.launch) if given_up is None else given_up.line_for(self._slots.launch, None)
-        self._writer.due_line = line.compacted()
+        self._writer.due_line = line.compacted(present)
         self._attempts.follow()
         return line
 

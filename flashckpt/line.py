@@ -13,7 +13,8 @@ its own, which nobody has given up, and which survives until a person chooses.
 What bounds a line: it lists the launches of which something is left on the nodes that took part in a load, and of the
 others the newest `KEPT`. Older ones are folded into the floor, where all that is not listed is abandoned. So a line
 takes less than 1 KiB after 10,000 restarts (`tests/unit/test_line.py`). The floor speaks for launches of the same root
-only: an unrelated history is never older than the floor, whatever its date.
+only: an unrelated history is never older than the floor, whatever its date. It also speaks for the launches of a
+history that a person gave up: the root of such a history stays listed.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ KEPT = 24  # launches that a line lists at least, if there are as many
 MAX_LISTED = 4096  # in a line that comes from elsewhere
 MAX_ENCODED_BYTES = 1 << 17
 NOTHING = -1  # the step of a launch of which nothing is on the line
+GIVEN_UP = -2  # the same, of the root of another history that a person gave up: always listed
 EVERYTHING = (1 << 63) - 1  # the step of a launch of which everything is on the line
 _UNKNOWN = Launch(0, 0)  # epoch 0 is never a launch's
 
@@ -47,7 +49,7 @@ class Ancestor:
     """A launch older than the head: its generations up to `step` are on the line."""
 
     launch: Launch
-    step: int  # NOTHING: none of them, the job went on without this launch
+    step: int  # NOTHING or GIVEN_UP: none of them, the job went on without this launch
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +74,14 @@ class Line:
         if launch == _UNKNOWN:
             return EVERYTHING  # of no launch: a person put it into persist_dir
         floor = self.floor
-        if floor is None or order(launch) > order(floor.launch) or not self._is_same_root(root):
+        if floor is None or order(launch) > order(floor.launch) or not self._floor_speaks_for(root):
             return None
         return floor.step
 
-    def _is_same_root(self, root: Launch | None) -> bool:
-        return root is None or root == self.root or _UNKNOWN in (root, self.root)
+    def _floor_speaks_for(self, root: Launch | None) -> bool:
+        if root is None or root == self.root or _UNKNOWN in (root, self.root):
+            return True
+        return any(one.launch == root and one.step == GIVEN_UP for one in self.listed)
 
     def holds(self, generation: Generation, root: Launch | None = None) -> bool:
         """Return True if the generation is on the line."""
@@ -95,7 +99,7 @@ class Line:
         cut = self.cut(launch, root)
         if cut is None or generation.step <= cut:
             return ""
-        if cut == NOTHING:
+        if cut <= NOTHING:
             return f"abandoned: the job went on without launch {name_of(launch)}"
         return f"abandoned: the job went on from step {cut} of launch {name_of(launch)}"
 
@@ -105,21 +109,29 @@ class Line:
 
     # --- lines to come ------------------------------------------------------------------------------------------
 
-    def continued(self, head: Launch, base: Generation, given_up: Iterable[Launch] = ()) -> Line:
-        """Return the line of a launch that has loaded `base`, and that goes on without the launches `given_up`."""
+    def continued(
+        self, head: Launch, base: Generation, given_up: Iterable[Launch] = (), others: Iterable[Launch] = ()
+    ) -> Line:
+        """Return the line of a launch that has loaded `base`, and that goes on without the launches `given_up`.
+
+        `others` are the roots of those of other histories.
+        """
         parent = launch_of(base)
         steps = {one.launch: one.step for one in self.listed} | {self.head: NOTHING}
-        steps = {launch: NOTHING if order(launch) > order(parent) else step for launch, step in steps.items()}
-        steps = dict.fromkeys(given_up, NOTHING) | steps | {parent: base.step}
+        steps = {one: min(step, NOTHING) if order(one) > order(parent) else step for one, step in steps.items()}
+        steps = dict.fromkeys(given_up, NOTHING) | steps | dict.fromkeys(others, GIVEN_UP) | {parent: base.step}
         floor = self.floor
         if floor is not None and order(floor.launch) > order(parent):
             floor = replace(floor, step=min(floor.step, base.step))
         return Line(head, self.root, _in_order(steps, head), floor)
 
-    def chosen(self, head: Launch, given_up: Iterable[Launch] = ()) -> Line:
-        """Return the line by which a person says that the job goes on with this one, and without `given_up`."""
+    def chosen(self, head: Launch, given_up: Iterable[Launch] = (), others: Iterable[Launch] = ()) -> Line:
+        """Return the line by which a person says that the job goes on with this one, and without `given_up`.
+
+        `others`: as in `continued`.
+        """
         listed = {one.launch: one.step for one in self.listed}
-        steps = dict.fromkeys(given_up, NOTHING) | listed | {self.head: EVERYTHING}
+        steps = dict.fromkeys(given_up, NOTHING) | listed | dict.fromkeys(others, GIVEN_UP) | {self.head: EVERYTHING}
         return Line(head, self.root, _in_order(steps, head), self.floor)
 
     def including(self, older: Line | None, present: Collection[Generation]) -> Line:
@@ -137,11 +149,12 @@ class Line:
         )
 
     def compacted(self, present: Collection[Launch] = (), most: int = KEPT) -> Line:
-        """Fold the oldest launches into the floor, except those of which something is left (`present`)."""
+        """Fold the oldest launches into the floor, except those of which something is left (`present`), and the roots
+        of histories that a person gave up."""
         left = len(self.listed) - most
         if left <= 0:
             return self
-        folded = [one for one in self.listed[:left] if one.launch not in present]
+        folded = [one for one in self.listed[:left] if one.launch not in present and one.step != GIVEN_UP]
         if not folded:
             return self
         kept = tuple(one for one in self.listed if one not in folded)
@@ -154,14 +167,16 @@ class Line:
             return self
         known = {one.launch for one in self.listed} | {self.head}
         # A line that was given up itself vouches for nothing that is not listed here.
-        is_vouched = other.head == self.head or (self.cut(other.head, other.root) or NOTHING) > NOTHING
+        cut = self.cut(other.head, other.root)
+        is_vouched = other.head == self.head or (cut is not None and cut > NOTHING)
         older = [
             one if is_vouched else Ancestor(one.launch, NOTHING)
             for one in other.listed
             if one.launch not in known and order(one.launch) <= order(self.floor.launch)
         ]
         listed = tuple(sorted((*older, *self.listed), key=lambda one: order(one.launch)))
-        return Line(self.head, self.root, listed, other.floor if is_vouched else self.floor)
+        # Only a line of the same head knows of all that was folded into the floor.
+        return Line(self.head, self.root, listed, other.floor if other.head == self.head else self.floor)
 
 
 def order(launch: Launch) -> tuple[int, int]:
@@ -178,9 +193,12 @@ def name_of(launch: Launch) -> str:
     return f"{launch.nonce:016x}"
 
 
-def begun(head: Launch, given_up: Iterable[Launch] = ()) -> Line:
-    """Return the line of a launch that begins with nothing, and goes on without the launches `given_up`."""
-    return Line(head, head, _in_order(dict.fromkeys(given_up, NOTHING), head))
+def begun(head: Launch, given_up: Iterable[Launch] = (), others: Iterable[Launch] = ()) -> Line:
+    """Return the line of a launch that begins with nothing, and goes on without the launches `given_up`.
+
+    `others` are the roots of those.
+    """
+    return Line(head, head, _in_order(dict.fromkeys(given_up, NOTHING) | dict.fromkeys(others, GIVEN_UP), head))
 
 
 def from_fence(step: int, epoch: int, nonce: int) -> Line:
@@ -194,7 +212,7 @@ def merged(one: Line, other: Line) -> Line:
     """Join what two nodes say of the same launch. Saves without a load make each node say what it has itself."""
     steps = {a.launch: a.step for a in one.listed}
     for a in other.listed:
-        steps[a.launch] = max(a.step, steps.get(a.launch, NOTHING))
+        steps[a.launch] = max(a.step, steps.get(a.launch, a.step))
     floors = [line.floor for line in (one, other) if line.floor is not None]
     floor = max(floors, key=lambda a: (*order(a.launch), a.step), default=None)
     known = [line.root for line in (one, other) if line.root != _UNKNOWN]
@@ -257,7 +275,7 @@ def decode(data: bytes) -> Line | None:
     orders = [order(a.launch) for a in listed]
     is_sorted = all(a < b for a, b in itertools.pairwise(orders))
     is_older = all(known < order(head) for known in (*orders[-1:], order(below)))
-    in_range = min([step, *(a.step for a in listed)]) >= NOTHING
+    in_range = step >= NOTHING and min((a.step for a in listed), default=NOTHING) >= GIVEN_UP
     if head.epoch == 0 or not is_sorted or not is_older or not in_range or (below == _UNKNOWN and step != NOTHING):
         return None
     return Line(head, root, listed, None if below == _UNKNOWN else Ancestor(below, step))

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from flashckpt.errors import AmbiguousHistoryError, InternalError, NotFoundError
-from flashckpt.line import NOTHING, Line, begun, by_head, launch_of, name_of, order
+from flashckpt.line import GIVEN_UP, NOTHING, Line, begun, by_head, launch_of, name_of, order
 from flashckpt.types import age_order
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ class Pick:
     line: Line | None  # None: nothing is whole, or there is nothing at all
     roots: Mapping[Launch, Launch]  # head → root, of all known lines
     given_up: tuple[Launch, ...] = ()  # a person chose: the job goes on without these launches
+    others: tuple[Launch, ...] = ()  # the roots of those of other histories
 
     def why_not(self, generation: Generation) -> str:
         """Why a generation is no candidate, as far as histories go; "" = it may be one."""
@@ -42,9 +43,9 @@ class Pick:
     def line_for(self, head: Launch, base: Generation | None) -> Line:
         """Return the line of a launch that has loaded `base`, with all that is known of older launches."""
         if base is None:
-            return begun(head, self.given_up)
+            return begun(head, self.given_up, self.others)
         line = self.line or begun(launch_of(base))
-        return line.continued(head, base, self.given_up)
+        return line.continued(head, base, self.given_up, self.others)
 
 
 def pick(
@@ -64,7 +65,7 @@ def pick(
     roots = {head: line.root for head, line in all_lines.items()}
     if history is not None:
         line = _complete(_named(history, all_lines, whole), all_lines)
-        return Pick(line, roots, _others(line, all_lines, known, roots))
+        return _without_others(line, all_lines, known, roots)
     wanted = whole if step is None else [one for one in whole if one.step == step]
     found = _histories(all_lines, wanted, roots)
     if len(found) > 1:
@@ -73,7 +74,7 @@ def pick(
         newest = max((line for head, line in all_lines.items() if head.epoch), key=_head_order, default=None)
         return Pick(None if newest is None else _complete(newest, all_lines), roots)
     (line,) = (_complete(line, all_lines) for line in found)
-    return Pick(line, roots, () if step is None else _others(line, all_lines, known, roots))
+    return Pick(line, roots) if step is None else _without_others(line, all_lines, known, roots)
 
 
 def chosen(
@@ -94,12 +95,12 @@ def chosen(
     if picked.line is None:
         raise InternalError(f"history {history!r} was found without a line")
     if not abandon:
-        return picked.line.chosen(head, picked.given_up)
+        return picked.line.chosen(head, picked.given_up, picked.others)
     all_lines = _with_unknown(by_head(lines), whole)
     roots = {one: line.root for one, line in all_lines.items()}
     doomed = picked.line.head
     cuts = {one: line.cut(doomed, roots[doomed]) for one, line in all_lines.items()}
-    rest = {one: line for one, line in all_lines.items() if cuts[one] in (None, NOTHING)}
+    rest = {one: line for one, line in all_lines.items() if cuts[one] in (None, NOTHING, GIVEN_UP)}
     found = _histories(rest, whole, roots)
     if len(found) != 1:
         names = ", ".join(name_of(line.head) for line in found) or "none"
@@ -109,7 +110,8 @@ def chosen(
             "begin anew without any of them: Checkpointer.start_fresh()",
         )
     (line,) = found
-    return line.chosen(head, _others(line, all_lines, known, roots))
+    rest_picked = _without_others(line, all_lines, known, roots)
+    return line.chosen(head, rest_picked.given_up, rest_picked.others)
 
 
 def ends(lines: Iterable[Line], whole: Collection[Generation]) -> list[Line]:
@@ -123,7 +125,8 @@ def anew(lines: Iterable[Line], known: Iterable[Launch]) -> Pick:
     """A person starts anew: the job goes on without everything that is known."""
     all_lines = by_head(lines)
     launches = {*all_lines, *(one.launch for line in all_lines.values() for one in line.listed), *known}
-    return Pick(None, {}, tuple(sorted(launches, key=order)))
+    given_up = tuple(sorted(launches, key=order))
+    return Pick(None, {}, given_up, _roots_of(given_up, all_lines))
 
 
 def _with_unknown(lines: dict[Launch, Line], whole: Iterable[Generation]) -> dict[Launch, Line]:
@@ -154,6 +157,23 @@ def _histories(
         if held[line] and not any(held[line] < other for other in rivals) and held[line] not in found.values():
             found[line] = held[line]
     return dict(reversed(found.items()))
+
+
+def _without_others(
+    line: Line, lines: Mapping[Launch, Line], known: Iterable[Launch], roots: Mapping[Launch, Launch]
+) -> Pick:
+    """A person chose this line: return it with all that the job goes on without."""
+    given_up = _others(line, lines, known, roots)
+    others = tuple(one for one in _roots_of(given_up, lines) if one != line.root)
+    return Pick(line, roots, given_up, others)
+
+
+def _roots_of(launches: Iterable[Launch], lines: Mapping[Launch, Line]) -> tuple[Launch, ...]:
+    """Return the roots of these launches; a launch that no line tells the root of is its own."""
+    roots = {one.launch: line.root for line in lines.values() for one in line.listed if one.step != GIVEN_UP}
+    roots |= {head: line.root for head, line in lines.items()}
+    found = {roots.get(launch, launch) for launch in launches}
+    return tuple(sorted((one for one in found if one.epoch), key=order))
 
 
 def _others(
