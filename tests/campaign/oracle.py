@@ -1,10 +1,10 @@
 """Remembers every promise that trainers were given, and judges what a later load returns. No I/O.
 
 States form a tree: each follows from the one that its launch had before. A *history* is a path in that tree with the
-launches that made it: what the job's operators see as the job. There is one, unless a stray launch has begun another, or
-two launches that knew nothing of each other went on from the same state. A promise binds within its history until a
-newer state of it is promised, or until an operator goes back behind it. Two histories of which something is whole have
-to be refused until a person chooses.
+launches that made it: what the job's operators see as the job. There is one, unless a stray launch has begun another,
+or two launches that knew nothing of each other went on from the same state. A promise binds within its history until a
+newer state of it is promised, or until an operator goes back behind it. If something is whole of two histories, a load
+has to be refused until a person chooses.
 """
 
 from __future__ import annotations
@@ -41,6 +41,9 @@ class Facts:
     anything: bool  # whether any node of the launch has a shard, or persist_dir a step
     known: frozenset = frozenset()  # names of launches that a line or a shard there speaks of
     rotten: frozenset = frozenset()  # generations that would be whole if nothing were damaged
+    on_disk: frozenset | None = (
+        None  # generations that lie in persist_dir as a whole; None: the launch does not look there
+    )
 
 
 @dataclass(eq=False)
@@ -51,12 +54,10 @@ class History:
     head: str = ROOT_MARK  # the newest state that it goes on from
     required: State | None = None  # the state that a load has to return, or a newer one of the history
     flushed: set = field(default_factory=set)  # marks of what was persisted
-    abandoned: set = field(default_factory=set)  # marks that an operator, or a load that found no more, went back behind
+    abandoned: set = field(default_factory=set)  # marks that a rollback, or a load that found no more, left behind
 
     def copy(self):
-        return History(
-            list(self.launches), self.head, self.required, set(self.flushed), set(self.abandoned)
-        )
+        return History(list(self.launches), self.head, self.required, set(self.flushed), set(self.abandoned))
 
 
 class Oracle:
@@ -129,11 +130,7 @@ class Oracle:
     def visible(self, complete, step=None):
         """Histories that have something whole, and that no other one has all of."""
         held = {
-            id(one): frozenset(
-                s.mark
-                for s in self.states.values()
-                if s.generation in complete and self.is_alive(one, s.mark) and step in (None, s.step)
-            )
+            id(one): frozenset(s.mark for s in self.alive(one) if s.generation in complete and step in (None, s.step))
             for one in self.histories
         }
         found, seen = [], set()
@@ -145,21 +142,24 @@ class Oracle:
         return found
 
     def judge(self, mark, facts, *, code=None, step=None, history=None, names=()):
-        """Violations of a load that returned `mark` (None: nothing was there) or was refused with `code`. `history`: the
-        one that was asked for; `names`: those that the refusal names."""
+        """Violations of a load that returned `mark` (None: nothing was there) or was refused with `code`.
+
+        `history`: the one that was asked for; `names`: those that the refusal names.
+        """
         rivals = self.visible(facts.complete, step) if history is None else [history]
+        problems = self._judge_disk(facts)
         if code == AMBIGUOUS:
-            return self._judge_ambiguous(rivals, facts, step, names)
+            return problems + self._judge_ambiguous(rivals, facts, step, names)
         if len(rivals) > 1:
             told = [f"{self._names(one)} at {one.required}" for one in rivals]
-            return [f"{len(rivals)} histories are there: {told}; the load returned {self.states.get(mark, mark)} or {code}"]
+            outcome = code or self.states.get(mark, mark)
+            return [*problems, f"{len(rivals)} histories are there: {told}; the load came to {outcome}"]
         judged = rivals[0] if rivals else self.main
         wanted, flushed = judged.required, self.newest_flushed(judged)
         within_budget = facts.within_budget and judged is self.main
-        there = [s for s in self.states.values() if s.generation in facts.complete and self.is_alive(judged, s.mark)]
+        there = [s for s in self.alive(judged) if s.generation in facts.complete]
         is_there = wanted is not None and any(self.is_ancestor(wanted.mark, one.mark) for one in there)
         is_bound = wanted is not None and (within_budget or is_there)
-        problems = []
         if within_budget and wanted is not None and not is_there:
             problems.append(f"step {wanted.step} was promised, and is not whole any more: {wanted}")
         if code is not None:
@@ -188,6 +188,12 @@ class Oracle:
             problems.append(f"expected {least} or a newer state of its history, found {found}")
         return problems
 
+    def _judge_disk(self, facts):
+        """Nothing that was persisted goes from disk, but what was abandoned."""
+        newest = [] if facts.on_disk is None else filter(None, map(self.newest_flushed, self.histories))
+        gone = [one for one in newest if one.generation not in facts.on_disk]
+        return [f"step {one.step} was persisted, and is not whole on disk any more: {one}" for one in gone]
+
     def _judge_ambiguous(self, rivals, facts, step, names):
         if len(rivals) < 2 and len(self.visible(facts.complete | facts.rotten, step)) < 2:
             return [f"there is one history, {[self._names(one) for one in rivals]}; the load was refused for {names}"]
@@ -199,8 +205,10 @@ class Oracle:
     # --- what follows from a load
 
     def loaded(self, mark, launch=0, facts=None, *, chosen=False, stray=False):
-        """A launch that takes the job over goes on from here. `chosen`: an operator named the step or the history. `stray`:
-        nobody meant it to be the job."""
+        """A launch that takes the job over goes on from here.
+
+        `chosen`: an operator named the step or the history. `stray`: nobody meant it to be the job.
+        """
         known = frozenset() if facts is None else facts.known
         if mark is None:
             self._empty_handed[launch] = (stray, frozenset())
@@ -221,11 +229,10 @@ class Oracle:
         self._make_main(history)
         self._adopt(history)
 
-    def started_fresh(self, launch, facts, *, at_once):
-        """An operator gave up what was known, with start_fresh, or with allow_fresh, which counts from the first save."""
+    def started_fresh(self, launch, facts):
+        """An operator gave up what was known."""
         self._empty_handed[launch] = (False, facts.known)
-        if at_once:
-            self._begin(launch)
+        self._begin(launch)
 
     def _begin(self, launch):
         """A launch that has loaded nothing saves something: a history of its own."""
@@ -282,8 +289,14 @@ class Oracle:
         return older in self._ancestors(newer)
 
     def alive(self, history):
-        """Generations of it."""
-        return {s.generation for s in self.states.values() if s.generation and self.is_alive(history, s.mark)}
+        """All states for which `is_alive` is true, in one pass."""
+        line, newer, found = set(self._ancestors(history.head)), {history.head}, []
+        for state in self.states.values():  # each after its parent
+            if state.parent in newer and state.launch in history.launches:
+                newer.add(state.mark)
+            if (state.mark in line or state.mark in newer) and state.mark not in history.abandoned:
+                found.append(state)
+        return found
 
     def _names(self, history):
         return {self.names[one] for one in history.launches if one in self.names}

@@ -300,7 +300,7 @@ class World:
             return False
         oracle.named(ranks.number, next(event["name"] for event in said.values()))
         if ranks.spec["fresh"]:
-            oracle.started_fresh(ranks.number, facts, at_once=True)
+            oracle.started_fresh(ranks.number, facts)
         else:
             named = step is not None or chosen is not None
             oracle.loaded(mark, ranks.number, facts, chosen=named, stray=stray)
@@ -369,27 +369,28 @@ class World:
         return found
 
     def facts(self, nodes, *, persist=None):
-        """What is true when a launch of these nodes begins. `persist`: whether it looks at persist_dir, by default as the
+        """What is true when a launch of these nodes begins. `persist`: whether it looks at persist_dir; default: as the
         job does."""
-        indices = {node.index for node in nodes}
+        indices, everywhere = ({node.index for node in some} for some in (nodes, self.cluster.nodes))
         holders, sound = self.holders(damaged=True), self.holders()
         complete, rotten = (_complete(one, indices) for one in (sound, holders))
-        alive = self.oracle.alive(self.oracle.main)
-        needed = {
-            index for (one, _), ranks in sound.items() if tuple(one) in alive for held in ranks.values() for index in held
-        }
+        alive = {one.generation for one in self.oracle.alive(self.oracle.main)}
+        needed = [ranks for (one, _), ranks in sound.items() if tuple(one) in alive]
         known = {launch_of(one) for (one, _), ranks in holders.items() if _is_on(ranks, indices)}
         known |= {launch for index, lines in self.lines().items() if index in indices for launch in _launches(lines)}
         anything = any(_is_on(ranks, indices) for ranks in holders.values())
+        disk = None
         if self.schedule.persist if persist is None else persist:
             disk, there = self.on_disk()
             complete, known, anything = complete | disk, known | there, anything or any(self.persist_dir.iterdir())
+        nobody_is_away = not any(_is_on(one, everywhere - indices) for one in needed)
         return Facts(
-            self.losses <= self.copies and needed <= indices and self.copies > 0,
+            0 < self.copies >= self.losses and nobody_is_away,
             frozenset(complete),
             anything,
             frozenset(map(name_of, known)),
             frozenset(rotten),
+            None if disk is None else frozenset(disk),
         )
 
     # --- a schedule
@@ -421,8 +422,8 @@ class World:
         return bool(self.report.violations) and self.report.violations[-1]["schedule"] == self.schedule.number
 
     def launch_all(self, episode, **options):
-        """A launch of the job as its operators mean it. They choose where there are several histories. None where the load
-        was refused."""
+        """A launch of the job as its operators mean it, who choose if there are several histories. None if the load was
+        refused."""
         nodes = self.nodes_of(episode)
         self.wait_quiet()
         facts = self.facts(nodes)
@@ -438,7 +439,7 @@ class World:
         return self.choose(nodes, episode, rivals, facts.complete, how)
 
     def choose(self, nodes, episode, rivals, before, how):
-        """The load was refused because of several histories. It must not have changed any; each can be had by its name."""
+        """The load was refused because of several histories. It has changed none; each can be had by its name."""
         facts = self.facts(nodes)
         self.report.choices += 1
         if lost := before - facts.complete:
@@ -620,7 +621,7 @@ class World:
         self.extra = [self.spare]
 
     def do_stray_saves(self, ranks, episode):
-        """The same, and it saves steps 1 and 2. Then that machine is one of the job's, at once or after another launch."""
+        """The same, and it saves steps 1 and 2. That machine is one of the job's at once, or after another launch."""
         if self.extra:
             return
         self.wait_saves(ranks)

@@ -40,7 +40,14 @@ EVENTS = (*FAULTS, *OPERATORS)
 # These are about persist_dir.
 ON_DISK = ("rollback_lost", "lose_all", "second_job")
 # Of a launch, beside the events: other replicas, permuted ranks, another number of ranks or nodes.
-_STRONGER = {"lose_node": 2, "rollback": 2, "kill_agent": 2, "stray_saves": 2, "rollback_without": 2, "rollback_lost": 2}
+_STRONGER = {
+    "lose_node": 2,
+    "rollback": 2,
+    "kill_agent": 2,
+    "stray_saves": 2,
+    "rollback_without": 2,
+    "rollback_lost": 2,
+}
 
 
 @dataclass(frozen=True)
