@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
+import shutil
 import signal
 import threading
 import time
@@ -15,10 +17,14 @@ from pathlib import Path
 
 from flashckpt.agent.start import look
 from flashckpt.errors import FlashError
+from flashckpt.line import launch_of, name_of
+from flashckpt.persist.catalog import read_lines
+from flashckpt.persist.storage import open_storage
+from flashckpt.persist.tenancy import look_around
 from flashckpt.store.slots import SlotStore
 from flashckpt.testing import Cluster, processes
 from flashckpt.types import Generation
-from tests.campaign.oracle import Facts, Oracle
+from tests.campaign.oracle import AMBIGUOUS, Facts, Oracle
 
 JOB = "campaign"
 OTHER_JOB = "neighbour"
@@ -40,6 +46,7 @@ class Report:
     recoveries: Counter = field(default_factory=Counter)  # by source of the load, or the code of its refusal
     steps: int = 0
     promises: int = 0
+    choices: int = 0  # between histories
     looks: Counter = field(default_factory=Counter)  # what status said
     violations: list = field(default_factory=list)
     seconds: float = 0.0
@@ -56,7 +63,7 @@ class Report:
         counts = [("events", self.events), ("recoveries", self.recoveries), ("status said", self.looks)]
         lines = [
             f"seed {self.seed}: {self.schedules} schedules, {self.launches} launches, {self.steps} saves, "
-            f"{self.promises} promises in {self.seconds:.0f} s"
+            f"{self.promises} promises, {self.choices} choices between histories in {self.seconds:.0f} s"
         ]
         lines += [f"{name}: {', '.join(f'{one} {n}' for one, n in sorted(found.items()))}" for name, found in counts]
         lines += [
@@ -121,6 +128,7 @@ class World:
         self.oracle, self.neighbour = Oracle(), Oracle()
         self.launches = []
         self.extra = []  # nodes that came to the job later
+        self.away = []  # nodes that the launches do without
         self.losses = 0  # faults since the promise that count against its copies
         self.copies = 0  # on other nodes, when it was given
         self.flipped = set()  # (node, generation, rank)
@@ -159,11 +167,28 @@ class World:
 
     def nodes_of(self, episode):
         """In the order of their ranks."""
-        return [*(self.cluster[index] for index in episode.nodes), *self.extra]
+        nodes = [*(self.cluster[index] for index in episode.nodes), *self.extra]
+        return [node for node in nodes if node not in self.away]
 
     # --- launches
 
-    def launch(self, nodes, per_node, replicas, *, train=True, step=None, read_only=False, job=JOB, persist=None):
+    def launch(
+        self,
+        nodes,
+        per_node,
+        replicas,
+        *,
+        train=True,
+        saves=None,
+        step=None,
+        history=None,
+        fresh=False,
+        read_only=False,
+        load_only=False,
+        job=JOB,
+        persist=None,
+    ):
+        """`saves`: at most as many. `history`: the name of the one to take. `fresh`: start_fresh in place of a load."""
         self._number += 1
         directory = self.cluster.scratch / f"launch{self._number}"
         directory.mkdir()
@@ -171,8 +196,11 @@ class World:
             "directory": str(directory),
             "launch": self._number if job == JOB else -self._number,
             "step": step,
+            "history": history,
+            "fresh": fresh,
             "read_only": read_only,
             "train": train,
+            "saves": saves,
             "pause": 0.05,
             "linger": 2.0,
             "patience": PATIENCE,
@@ -186,6 +214,7 @@ class World:
                 "persist_on_exit": False,
                 "keep_memory": 1 if persist else 2,
                 **({"persist_dir": str(self.persist_dir)} if persist else {}),
+                **({"load_only": True} if load_only else {}),
             },
         }
         port, first = nodes[0].host.free_port(), nodes[0].host.address
@@ -216,8 +245,9 @@ class World:
         self.report.launches += 1
         return ranks
 
-    def wait_loaded(self, ranks, oracle, facts):
-        """Until all ranks have said what the load gave them; judges it. True where they go on from there."""
+    def wait_loaded(self, ranks, oracle, facts, *, chosen=None, stray=False):
+        """Until all ranks have said what the load gave them; judges it. True where they go on from there. `chosen`: the
+        history that was asked for; `stray`: nobody meant this launch to be the job."""
         deadline = time.monotonic() + PATIENCE
         said = {}
         while len(said) < len(ranks.pids):
@@ -246,26 +276,43 @@ class World:
             self.violation(f"bytes are not those that were saved: {list(said.values())}")
         code = min(refusals - {"FC-RANK-001"} or refusals, default=None)
         mark = next(iter(marks), None)
+        names = next((event["histories"] for event in said.values() if event.get("code") == AMBIGUOUS), ())
         source = code or ("nothing" if mark is None else next(iter(said.values()))["source"])
-        self.report.recoveries[source if ranks.spec["step"] is None else f"{source} (rollback)"] += 1
-        problems = oracle.judge(mark, facts, code=code, step=ranks.spec["step"])
+        step, how = ranks.spec["step"], ""
+        if ranks.spec["fresh"]:
+            how = " (start_fresh)"
+        elif step is not None:
+            how = " (rollback)"
+        elif chosen is not None:
+            how = " (history chosen)"
+        self.report.recoveries[source + how] += 1
+        problems = []
+        if not ranks.spec["fresh"] or code is not None:
+            problems = oracle.judge(mark, facts, code=code, step=step, history=chosen, names=names)
         for problem in problems:
             reasons = [event.get("message", "")[:600] or event.get("stepped_over", "") for event in said.values()][:1]
             self.violation(f"{problem}; the load said: {reasons}")
         if code is not None:
             return False
-        if ranks.spec["read_only"] or not ranks.spec["train"]:
+        if ranks.spec["read_only"] or ranks.spec["config"].get("load_only"):
             return True
         if problems and mark is not None and mark not in oracle.states:
             return False
-        oracle.loaded(mark)
-        if oracle is self.oracle:
+        oracle.named(ranks.number, next(event["name"] for event in said.values()))
+        if ranks.spec["fresh"]:
+            oracle.started_fresh(ranks.number, facts)
+        else:
+            named = step is not None or chosen is not None
+            oracle.loaded(mark, ranks.number, facts, chosen=named, stray=stray)
+        if oracle is self.oracle and not (stray and mark is None):
             # A load of what had few copies left is no promise of new ones, until they are there.
             self.copies, self.losses = 0, 0
         return True
 
     def take(self, ranks, oracle, event):
         match event["event"]:
+            case "saving":
+                oracle.saved(event["mark"], event["parent"], event["step"], ranks.number)
             case "saved":
                 self.report.steps += 1
                 for problem in oracle.saved(
@@ -273,12 +320,12 @@ class World:
                 ):
                     self.violation(problem)
             case "level":
-                if event["level"] in ("replicated", "persisted") and oracle.promised(
-                    event["generation"], event["level"]
-                ):
+                if event["level"] not in ("replicated", "persisted"):
+                    return
+                bound = oracle.promised(event["generation"], event["level"])
+                if bound is not None:
                     self.report.promises += 1
-                    oracle.went_on(oracle.required.mark)
-                    if oracle is self.oracle:
+                    if oracle is self.oracle and bound is oracle.main:
                         names = {node.name for node in ranks.nodes}
                         self.copies, self.losses = min(ranks.spec["config"]["replicas"], len(names) - 1), 0
             case _:
@@ -304,18 +351,46 @@ class World:
                         ranks.setdefault(shard.rank, set()).add(node.index)
         return found
 
-    def facts(self, nodes):
-        indices = {node.index for node in nodes}
-        holders = self.holders()
-        complete = {
-            tuple(generation)
-            for (generation, world), ranks in holders.items()
-            if all(ranks.get(rank, set()) & indices for rank in range(world))
-        }
-        everybody = {index for ranks in holders.values() for held in ranks.values() for index in held}
-        anything = bool(everybody & indices) or any(self.persist_dir.iterdir())
+    def on_disk(self):
+        """Generations of the job that lie in persist_dir as a whole, and names of launches that its lines know."""
+        storage = open_storage(str(self.persist_dir))
+        ours = [one.generation for one in look_around(storage, JOB).ours if not one.problem]
+        known = {launch_of(one) for one in ours}
+        with contextlib.suppress(FlashError):
+            known |= _launches(read_lines(storage))
+        return {tuple(one) for one in ours}, known
+
+    def lines(self):
+        """By node: the lines that lie there."""
+        found = {}
+        for node in self.cluster.nodes:
+            with contextlib.suppress(FlashError, OSError), SlotStore.open(node.memory_dir, JOB, create=False) as store:
+                found[node.index] = store.read_lines()
+        return found
+
+    def facts(self, nodes, *, persist=None):
+        """What is true when a launch of these nodes begins. `persist`: whether it looks at persist_dir; default: as the
+        job does."""
+        indices, everywhere = ({node.index for node in some} for some in (nodes, self.cluster.nodes))
+        holders, sound = self.holders(damaged=True), self.holders()
+        complete, rotten = (_complete(one, indices) for one in (sound, holders))
+        alive = {one.generation for one in self.oracle.alive(self.oracle.main)}
+        needed = [ranks for (one, _), ranks in sound.items() if tuple(one) in alive]
+        known = {launch_of(one) for (one, _), ranks in holders.items() if _is_on(ranks, indices)}
+        known |= {launch for index, lines in self.lines().items() if index in indices for launch in _launches(lines)}
+        anything = any(_is_on(ranks, indices) for ranks in holders.values())
+        disk = None
+        if self.schedule.persist if persist is None else persist:
+            disk, there = self.on_disk()
+            complete, known, anything = complete | disk, known | there, anything or any(self.persist_dir.iterdir())
+        nobody_is_away = not any(_is_on(one, everywhere - indices) for one in needed)
         return Facts(
-            self.losses <= self.copies and everybody <= indices and self.copies > 0, frozenset(complete), anything
+            0 < self.copies >= self.losses and nobody_is_away,
+            frozenset(complete),
+            anything,
+            frozenset(map(name_of, known)),
+            frozenset(rotten),
+            None if disk is None else frozenset(disk),
         )
 
     # --- a schedule
@@ -323,12 +398,9 @@ class World:
     def run(self):
         for number, episode in enumerate(self.schedule.episodes):
             self.episode, self.event = number, episode.event
-            nodes = self.nodes_of(episode)
-            self.wait_quiet()
-            ranks = self.launch(nodes, episode.ranks_per_node, episode.replicas, persist=self.schedule.persist)
-            if not self.wait_loaded(ranks, self.oracle, self.facts(nodes)):
-                ranks.kill()
-                if not self.start_anew():
+            ranks = self.launch_all(episode)
+            if ranks is None:
+                if self.is_broken or not self.start_anew():
                     return
                 continue
             self.train(ranks, episode.train_seconds)
@@ -336,23 +408,62 @@ class World:
             getattr(self, f"do_{episode.event}")(ranks, episode)
             self.train(ranks, episode.after_seconds)
             self.end(ranks)
-            if self.report.violations and self.report.violations[-1]["schedule"] == self.schedule.number:
+            if self.is_broken:
                 return
         self.event = "end"
-        nodes = [*self.cluster.nodes[:-1], *self.extra]
-        ranks = self.launch(nodes, 1, 1, persist=self.schedule.persist)
-        self.wait_loaded(ranks, self.oracle, self.facts(nodes))
-        self.end(ranks)
+        self.away = []
+        ranks = self.launch_all(self.schedule.episodes[-1])
+        if ranks is not None:
+            self.end(ranks)
+
+    @property
+    def is_broken(self):
+        """Whether something was violated in this schedule: what follows would be judged wrongly."""
+        return bool(self.report.violations) and self.report.violations[-1]["schedule"] == self.schedule.number
+
+    def launch_all(self, episode, **options):
+        """A launch of the job as its operators mean it, who choose if there are several histories. None if the load was
+        refused."""
+        nodes = self.nodes_of(episode)
+        self.wait_quiet()
+        facts = self.facts(nodes)
+        how = {"persist": self.schedule.persist, **options}
+        ranks = self.launch(nodes, episode.ranks_per_node, episode.replicas, **how)
+        if self.wait_loaded(ranks, self.oracle, facts):
+            return ranks
+        ranks.wait(PATIENCE)
+        ranks.kill()
+        rivals = self.oracle.visible(facts.complete, options.get("step"))
+        if self.is_broken or len(rivals) < 2:
+            return None
+        return self.choose(nodes, episode, rivals, facts.complete, how)
+
+    def choose(self, nodes, episode, rivals, before, how):
+        """The load was refused because of several histories. It has changed none; each can be had by its name."""
+        facts = self.facts(nodes)
+        self.report.choices += 1
+        if lost := before - facts.complete:
+            self.violation(f"a refused load has cost {sorted(lost)}, there is {sorted(facts.complete)}")
+            return None
+        chosen = rivals[int(episode.fraction * 1000) % len(rivals)]
+        names = [self.oracle.names[one] for one in chosen.launches if one in self.oracle.names]
+        ranks = self.launch(nodes, episode.ranks_per_node, episode.replicas, history=names[-1], **how)
+        if self.wait_loaded(ranks, self.oracle, facts, chosen=chosen):
+            return ranks
+        if not self.is_broken:
+            self.violation(f"history {names[-1]} is there and could not be chosen: {_output(ranks)}")
+        ranks.kill()
+        return None
 
     def start_anew(self):
         """After a refusal that was to be expected: the operator gives up what is lost."""
-        if self.report.violations and self.report.violations[-1]["schedule"] == self.schedule.number:
-            return False
         for node in self.cluster.nodes:
             node.replace()
+        for path in self.persist_dir.iterdir():
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         self.flipped.clear()
-        self.oracle.loaded(None)
-        return not self.oracle.persisted
+        self.oracle.forget()
+        return True
 
     def train(self, ranks, seconds):
         deadline = time.monotonic() + seconds
@@ -499,51 +610,169 @@ class World:
         if episode.fraction < 0.5:
             self.lose(ranks, episode.victims[:1])
         self.end(ranks)
+        before = {index: lines for index, lines in self.lines().items() if lines}
         stray = self.launch([self.spare], 1, 1, train=False)
+        self.wait_loaded(stray, self.oracle, self.facts([self.spare], persist=False), stray=True)
         stray.wait(PATIENCE)
         stray.kill()
-        if not any(event["event"] == "loaded" and event["mark"] is None for event in stray.news()):
-            self.violation(f"a launch on a blank node alone did not find that nothing is there: {_output(stray)}")
+        after = {index: lines for index, lines in self.lines().items() if lines}
+        if before != after:
+            self.violation(f"a launch that saved nothing has left a line: {before}, then {after}")
         self.extra = [self.spare]
+
+    def do_stray_saves(self, ranks, episode):
+        """The same, and it saves steps 1 and 2. That machine is one of the job's at once, or after another launch."""
+        if self.extra:
+            return
+        self.wait_saves(ranks)
+        self.end(ranks)
+        stray = self.launch([self.spare], 1 + int(episode.fraction * 2), 0, saves=2)
+        if not self.wait_loaded(stray, self.oracle, self.facts([self.spare], persist=False), stray=True):
+            return
+        stray.wait(PATIENCE)
+        self.end(stray)
+        if int(episode.fraction * 8) % 2:
+            self.spare.kill()
+            self.relaunch(episode)
+        self.extra = [self.spare]
+        self.relaunch(episode)
+
+    def relaunch(self, episode, seconds=0.5):
+        """Once more, as the operators mean it, for a moment."""
+        ranks = None if self.is_broken else self.launch_all(episode)
+        if ranks is not None:
+            self.train(ranks, seconds)
+            self.wait_saves(ranks, 1)
+            self.end(ranks)
+        return ranks is not None
+
+    def do_split(self, ranks, episode):
+        """Two parts of the job's nodes are started as the job, one after the other, and don't hear of each other."""
+        self.wait_saves(ranks)
+        self.end(ranks)
+        nodes = self.nodes_of(episode)
+        one = self.cluster[episode.victims[0]]
+        for node in nodes:
+            node.kill()
+        for part in ([one], [node for node in nodes if node is not one]):
+            self.part(part, episode)
+            for node in part:
+                node.kill()
+
+    def part(self, nodes, episode):
+        """Some of the nodes are started as the job."""
+        if self.is_broken:
+            return
+        facts = self.facts(nodes)
+        ranks = self.launch(nodes, 1, episode.replicas, persist=self.schedule.persist)
+        if self.wait_loaded(ranks, self.oracle, facts):
+            self.train(ranks, 0.3)
+            self.wait_saves(ranks, 1)
+        self.end(ranks)
+
+    def do_fresh(self, ranks, episode):
+        """An operator begins again with nothing, on purpose."""
+        self.wait_saves(ranks, 1)
+        self.end(ranks)
+        again = self.launch_all(episode, fresh=True)
+        if again is not None:
+            self.train(again, 0.3)
+            self.wait_saves(again, 1)
+            self.end(again)
+
+    def do_away(self, ranks, episode):
+        """A node is away while the others go on, and comes back with what it had."""
+        self.wait_saves(ranks)
+        self.end(ranks)
+        self.without(episode, self.relaunch)
+
+    def without(self, episode, call):
+        """While a node is away; None where there would be nobody left."""
+        away = self.cluster[episode.victims[0]]
+        self.away = [away]
+        try:
+            if self.nodes_of(episode):
+                away.kill()
+                call(episode)
+        finally:
+            self.away = []
 
     def do_rollback(self, ranks, episode):
         """An operator goes back to an older step that is there, and trains on from it."""
         self.wait_saves(ranks)
         self.end(ranks)
-        self.roll_back(self.nodes_of(episode), episode)
+        self.roll_back(episode)
 
     def do_rollback_without(self, ranks, episode):
-        """The same while a node is away, which comes back with what it had."""
+        """The same while a node is away, which comes back with what it had, maybe only after another launch."""
         self.wait_saves(ranks)
         self.end(ranks)
-        away = self.cluster[episode.victims[0]]
-        nodes = [node for node in self.nodes_of(episode) if node is not away]
-        if nodes:
-            away.kill()
-            self.roll_back(nodes, episode)
+        self.without(episode, self.roll_back_and_restart)
 
-    def roll_back(self, nodes, episode):
-        facts = self.facts(nodes)
+    def roll_back_and_restart(self, episode):
+        if self.roll_back(episode) and episode.fraction * 10 % 1 < 0.7:
+            self.relaunch(episode)
+
+    def do_rollback_lost(self, ranks, episode):
+        """The same, restarts, and then all memory is lost: what comes back from disk is not what was abandoned."""
+        self.wait_persisted(ranks)
+        self.end(ranks)
+        self.roll_back_and_restart(episode)
+        self.lose_memory()
+
+    def do_lose_all(self, ranks, episode):
+        """All nodes with their memory."""
+        self.wait_persisted(ranks)
+        ranks.kill()
+        self.lose_memory()
+
+    def lose_memory(self):
+        self.take_all()
+        for node in self.cluster.nodes:
+            node.kill()
+            node.wipe()
+        self.flipped.clear()
+        self.copies, self.losses = 0, 1
+
+    def wait_persisted(self, ranks):
+        """Until something of this launch is on disk, if that is at all possible."""
+        deadline = time.monotonic() + _FLUSH
+        while ranks.alive() and time.monotonic() < deadline and self.oracle.persisted is None:
+            self.train(ranks, 0.1)
+
+    def roll_back(self, episode):
+        """True where that was possible."""
+        if self.is_broken:
+            return False
+        facts = self.facts(self.nodes_of(episode))
         steps = self.oracle.candidates(facts.complete)
-        steps += [one.step for one in [self.oracle.persisted] if one is not None]
         if not steps:
-            return
+            return False
         step = steps[int(episode.fraction * len(steps))]
-        again = self.launch(nodes, episode.ranks_per_node, episode.replicas, step=step, persist=self.schedule.persist)
-        if self.wait_loaded(again, self.oracle, facts):
+        again = self.launch_all(episode, step=step)
+        if again is not None:
             self.train(again, 0.5)
             self.end(again)
+        return again is not None
 
     def do_evaluate(self, ranks, episode):
         """A reader beside the training, on the same nodes."""
         self.wait_saves(ranks)
-        reader = self.launch(self.nodes_of(episode), 1, episode.replicas, train=False, read_only=True)
+        nodes = self.nodes_of(episode)
+        alone = random.Random(episode.fraction).random() < 0.5
+        where = nodes[:1] if alone else nodes
+        persist = self.schedule.persist
+        how = {"load_only": True} if episode.fraction < 0.5 else {"read_only": True}
+        before = self.lines()
+        reader = self.launch(where, 1, episode.replicas, train=False, persist=persist, **how)
         self.train(ranks, 0.2)
         if not reader.wait(PATIENCE):
             self.violation("a read-only load beside a training did not end")
         for event in reader.news():
             if event["event"] == "loaded" and event["mark"] is not None and not event["intact"]:
                 self.violation(f"a reader got bytes that nobody saved: {event}")
+        if before != self.lines():
+            self.violation(f"a read-only load has changed lines: {before}, then {self.lines()}")
         self.check_unharmed(ranks, "a read-only load")
 
     def do_launch_beside(self, ranks, episode):
@@ -583,15 +812,18 @@ class World:
         self.end(other)
 
     def do_wrong_nodes(self, ranks, episode):
-        """The job is started on some of its nodes only, and ended when that has been noticed."""
+        """The job is started on some of its nodes only, and ended when that has been noticed, maybe after it saved."""
+        self.wait_saves(ranks)
         self.end(ranks)
-        node = self.cluster[episode.victims[0]]
-        wrong = self.launch([node], 1, 0, train=False)
+        nodes = [self.cluster[index] for index in episode.victims[: 1 + int(episode.fraction * 2)]]
+        if episode.fraction * 10 % 1 < 0.5:
+            self.part(nodes, episode)
+            return
+        facts = self.facts(nodes)
+        wrong = self.launch(nodes, 1, 0, train=False, persist=self.schedule.persist)
+        self.wait_loaded(wrong, self.oracle, facts)
         wrong.wait(PATIENCE)
         wrong.kill()
-        for event in wrong.news():
-            if event["event"] == "loaded" and event["mark"] is not None and not event["intact"]:
-                self.violation(f"wrong nodes got bytes that nobody saved: {event}")
 
 
 class Watcher(threading.Thread):
@@ -656,6 +888,24 @@ class Watcher(threading.Thread):
         if health["survives"]["any_nodes"] > min(copies, default=0) - 1:
             return f"{said}; the shards of {generation} have {copies} copies"
         return ""
+
+
+def _complete(holders, indices):
+    """Generations that these nodes have all shards of."""
+    return {
+        tuple(generation)
+        for (generation, world), ranks in holders.items()
+        if all(ranks.get(rank, set()) & indices for rank in range(world))
+    }
+
+
+def _is_on(ranks, indices):
+    return any(held & indices for held in ranks.values())
+
+
+def _launches(lines):
+    """That these lines speak of."""
+    return {one for line in lines for one in (line.head, *(ancestor.launch for ancestor in line.listed))}
 
 
 def _output(ranks):

@@ -22,8 +22,14 @@ OPERATORS = (
     "ctrl_c",
     "drain",
     "stray",
+    "stray_saves",
+    "split",
+    "away",
+    "fresh",
     "rollback",
     "rollback_without",
+    "rollback_lost",
+    "lose_all",
     "evaluate",
     "launch_beside",
     "second_job",
@@ -31,10 +37,17 @@ OPERATORS = (
     "start_again",
 )
 EVENTS = (*FAULTS, *OPERATORS)
-# These show defects that are known and not mended yet: the part of the campaign among the tests leaves them out.
-UNMENDED = ("stray", "second_job", "rollback_without")
+# These are about persist_dir.
+ON_DISK = ("rollback_lost", "lose_all", "second_job")
 # Of a launch, beside the events: other replicas, permuted ranks, another number of ranks or nodes.
-_STRONGER = {"lose_node": 2, "rollback": 2, "kill_agent": 2}
+_STRONGER = {
+    "lose_node": 2,
+    "rollback": 2,
+    "kill_agent": 2,
+    "stray_saves": 2,
+    "rollback_without": 2,
+    "rollback_lost": 2,
+}
 
 
 @dataclass(frozen=True)
@@ -78,7 +91,7 @@ def draw(seed, number, events=EVENTS):
         elif change < 0.4:
             replicas = min(nodes - 1, rng.choice((1, 2)))
         event = rng.choices(events, weights)[0]
-        if event == "second_job" and not schedule.persist:
+        if event in ON_DISK and not schedule.persist:
             event = "kill_trainers"
         episodes.append(
             Episode(

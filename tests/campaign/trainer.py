@@ -3,7 +3,8 @@
 Its state is a few KiB that follow from a *mark*: a digest of the mark before, the launch and the step. So every state
 that was ever saved has a name of its own, a load is judged without a copy, and no two histories have a state in common.
 
-Events go to DIRECTORY/rank<N>.jsonl: started; loaded (mark null: nothing was there) or refused; saved; level; ended.
+Events go to DIRECTORY/rank<N>.jsonl: started; loaded (mark null: nothing was there) or refused; saving; saved; level;
+ended.
 """
 
 from __future__ import annotations
@@ -64,17 +65,26 @@ def load(spec, journal, checkpointer, rank):
     """(step, mark) to go on from; None where the load was refused."""
     state = make_state(ROOT_MARK, rank)
     try:
-        result = checkpointer.load(state, spec["step"], read_only=spec["read_only"])
+        if spec["fresh"]:
+            checkpointer.start_fresh()
+            result = None
+        else:
+            how = {"read_only": True} if spec["read_only"] else {}
+            result = checkpointer.load(state, spec["step"], history=spec["history"], **how)
     except FlashError as error:
-        journal.tell("refused", type=type(error).__name__, code=error.code, message=str(error)[:2000])
+        histories = list(getattr(error, "histories", ()))
+        told = {"type": type(error).__name__, "code": error.code, "message": str(error)[:2000]}
+        journal.tell("refused", histories=histories, **told)
         return None
+    name = checkpointer.launch_name[0].rpartition("/")[2]
     if result is None:
-        journal.tell("loaded", mark=None, step=None)
+        journal.tell("loaded", mark=None, step=None, name=name)
         return 0, ROOT_MARK
     mark = state["mark"]
     journal.tell(
         "loaded",
         mark=mark,
+        name=name,
         step=result.step,
         source=result.source,
         intact=is_of(state, mark, rank, result.saved_world_size),
@@ -86,9 +96,11 @@ def load(spec, journal, checkpointer, rank):
 
 def train(spec, directory, journal, checkpointer, rank, world, step, mark):
     handles = {}
-    while not agree_to_stop(directory, world):
+    last = None if spec["saves"] is None else step + spec["saves"]
+    while not agree_to_stop(directory, world) and step != last:
         step += 1
         parent, mark = mark, next_mark(mark, spec["launch"], step)
+        journal.tell("saving", step=step, mark=mark, parent=parent)
         handle = checkpointer.save(step, make_state(mark, rank))
         journal.tell(
             "saved",
@@ -97,8 +109,10 @@ def train(spec, directory, journal, checkpointer, rank, world, step, mark):
             parent=parent,
             outcome=handle.outcome,
             reason=handle.reason[:300],
-            generation=list(handle.generation),
+            generation=list(handle.generation or ()),
         )
+        if handle.generation is None:
+            continue
         handles[step] = [handle, "none"]
         tell_levels(journal, handles)
         if step % 10 == 5 and rank == 0 and "persist_dir" in spec["config"]:
