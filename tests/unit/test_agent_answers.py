@@ -6,7 +6,19 @@ from dataclasses import replace
 
 import pytest
 
-from flashckpt.agent.messages import Accept, Acknowledge, Decline, KeepRecord, Notify, Received, Release, Sealed
+from flashckpt.agent.messages import (
+    Accept,
+    Acknowledge,
+    Decline,
+    KeepRecord,
+    Notify,
+    Push,
+    Pushed,
+    PushEnd,
+    Received,
+    Release,
+    Sealed,
+)
 from flashckpt.types import Launch, Level, Record
 from flashckpt.wire import Announce, GiveUp, PutRefused, Report
 from tests.unit.test_agent_core import LAUNCH, agent, generation, held, only, put, shard, told
@@ -87,3 +99,17 @@ def test_trainers_hear_of_an_older_generation_that_was_never_committed():
     effects = told(core, "n0", Announce(Record(generation(2), 2, 1, 0.0), ()))
     levels = [(one.generation.step, one.level) for one in only(Notify, effects)]
     assert levels == [(2, Level.REPLICATED), (1, Level.NONE)]
+
+
+# --- who owes an answer
+
+
+def test_whoever_is_pushed_a_shard_owes_an_answer_from_then_on():
+    core, one = agent("n1", nodes=3), held(1, rank=1, world=3)
+    (push,) = only(Push, core.handle(Sealed(one), 5.0))
+    peer = core.peers[push.node_id]
+    assert peer.asked_at == 5.0
+    core.handle(Pushed(one.shard, push.node_id, PushEnd.FAILED, reason="reset"), 6.0)
+    assert peer.is_unreachable
+    core.handle(Pushed(one.shard, push.node_id, PushEnd.ACKED, digest=one.digest), 7.0)
+    assert not peer.is_unreachable
