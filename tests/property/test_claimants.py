@@ -13,6 +13,7 @@ from flashckpt.load.claimants import (
     Answer,
     Trainer,
     decide,
+    describe,
     live_job,
     others,
 )
@@ -64,3 +65,10 @@ def test_the_error_names_who_where_and_since_when(found):
     assert len(error.trainers) == len(found)
     assert error.trainers[0]["since"] == first.claimant.claimed_at
     assert "take_over=True" in error.hint
+
+
+def test_a_few_trainers_are_named_and_the_others_counted():
+    trainers = [Trainer("a", Claimant(f"p{rank}", 10 + rank, rank, Launch(1, 0), 0.0, False)) for rank in range(6)]
+    assert describe(trainers[:1]) == "rank 0 (process 10 on a)"
+    assert describe(trainers[:4]).endswith("rank 3 (process 13 on a)")
+    assert describe(trainers).endswith("rank 3 (process 13 on a) and 2 more")
