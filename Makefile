@@ -9,7 +9,7 @@ NATIVE_SOURCES := CMakeLists.txt $(wildcard csrc/*/*) $(wildcard protos/flashckp
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: setup demo test test-slow simulate campaign soak simdev check check-static check-native bench fuzz spec clean
+.PHONY: setup demo test test-slow simulate campaign mutants soak simdev check check-static check-native bench fuzz spec clean
 
 setup: $(STAMP)
 
@@ -45,6 +45,10 @@ simulate: $(STAMP)
 MINUTES ?= 10
 campaign: $(STAMP)
 	$(BIN)/python -m tests.campaign --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) --json build/campaign.json $(CAMPAIGN)
+
+# Random faults planted in the core, and which of them the fast tests notice: docs/testing.md. SEED repeats a run.
+mutants: $(STAMP)
+	$(BIN)/python -m tests.mutants --json build/mutants.json $(if $(SEED),--seed $(SEED)) $(MUTANTS)
 
 soak: $(STAMP)
 	$(BIN)/python -m tests.soak --minutes $(MINUTES) --json build/soak.json

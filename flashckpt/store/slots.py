@@ -414,21 +414,6 @@ class SlotStore(JobFiles):
         self._writing[slot_id] = slot
         return slot
 
-    def return_orphans(self, owner: Owner) -> int:
-        """Frees what was granted to `owner` without its hearing of it, as when the agent died before it could
-        answer. Returns how many.
-
-        For the agent, when it knows that `owner` writes into no slot, or for `owner` itself, while it awaits no
-        answer: what this store is writing stays.
-        """
-        self._check_usable()
-        returned = 0
-        for name in self._directory.names(State.WRITING):
-            parsed = parse_slot_name(name)
-            if parsed is not None and parsed.writer == owner and not self._holds(parsed.slot_id, owner):
-                returned += self._directory.move(State.WRITING, name, State.POOL, name)
-        return returned
-
     def on_unlinked(self, call: Callable[[memoryview], None]) -> None:
         """Sets a callback that gets the memory of a slot before it is unmapped because its file was removed.
 
@@ -560,9 +545,6 @@ class SlotStore(JobFiles):
             )
         self._directory.check_still_ours()
         self._supply.forget_unlinked()
-
-    def _holds(self, slot_id: int, owner: Owner) -> bool:
-        return owner == self._owner and slot_id in self._writing
 
     def _check_writing(self, slot: Slot | SlotFile) -> None:
         if self._writing.get(slot.slot_id) is not slot:

@@ -17,6 +17,7 @@ from flashckpt.load.claimants import (
     Answer,
     Trainer,
     decide,
+    describe,
     live_job,
     others,
 )
@@ -102,3 +103,10 @@ def test_a_rank_that_can_not_tell_which_process_it_is_keeps_nobody_waiting(monke
 
 def raised(error):
     raise error
+
+
+def test_a_few_trainers_are_named_and_the_others_counted():
+    trainers = [Trainer("a", Claimant(f"p{rank}", 10 + rank, rank, Launch(1, 0), 0.0, False)) for rank in range(6)]
+    assert describe(trainers[:1]) == "rank 0 (process 10 on a)"
+    assert describe(trainers[:4]).endswith("rank 3 (process 13 on a)")
+    assert describe(trainers).endswith("rank 3 (process 13 on a) and 2 more")

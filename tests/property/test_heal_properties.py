@@ -149,3 +149,19 @@ def test_survivable_losses_are_those_that_trying_them_all_out_finds(situation):
         fatal = {d for d in domains if not survives({m.node_id for m in members if m.domain == d})}
         assert set(found.fatal_domains) == fatal
     assert words(found, (0,), 1)
+
+
+@given(situations(), st.integers(1, 3))
+def test_a_copy_comes_from_the_least_busy_of_those_that_have_the_shard(situation, per_node):
+    members, holdings, _, replicas = situation
+    holders = holders_of(holdings)
+    outgoing = dict.fromkeys(holdings, 0)
+    for copy in heal(holdings, members, replicas, per_node=per_node)[0]:
+        assert outgoing[copy.source] == min(outgoing[node] for node in holders[copy.rank])
+        outgoing[copy.source] += 1
+
+
+def test_sources_are_spread_over_all_that_have_the_shards():
+    members = [Member(f"n{i}", "", "", (i,)) for i in range(3)]
+    copies, _ = heal({"n0": (0, 1), "n1": (0, 1), "n2": ()}, members, 2)
+    assert [(copy.source, copy.target) for copy in copies] == [("n0", "n2"), ("n1", "n2")]

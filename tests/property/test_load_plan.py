@@ -106,3 +106,18 @@ def test_per_rank_regions_are_found_by_their_rank_alone():
     assert plan([want], stored, Reader(1, 1), cast=False)[0].shard == 1
     with pytest.raises(MissingKeyError):
         plan([want], stored, Reader(0, 0), cast=False)
+
+
+@given(st.sets(st.integers(0, 9), min_size=1), st.integers(0, 12), st.sets(st.integers(0, 12)))
+def test_the_nearest_shard_is_the_readers_own_then_one_on_its_node(ranks, reader, near):
+    """Also for a reader above all ranks that saved: the world may have grown."""
+    ranks, near = tuple(sorted(ranks)), tuple(sorted(near))
+    distance, rank = Reader(reader, None, near).pick(ranks)
+    assert rank in ranks
+    on_node = [one for one in near if one in ranks]
+    if reader in ranks:
+        assert (distance, rank) == (0, reader)
+    elif on_node:
+        assert (distance, rank) == (1, on_node[0])
+    else:
+        assert (distance, rank) == (2, ranks[reader % len(ranks)])

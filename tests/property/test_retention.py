@@ -6,19 +6,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashckpt.errors import AmbiguousHistoryError
-from flashckpt.line import Line, from_fence
+from flashckpt.line import from_fence
 from flashckpt.load.choose import choose
 from flashckpt.load.inventory import copies_of, encode, merge
-from flashckpt.save.retention import State, judge, releasable
+from flashckpt.save.retention import State, Verdict, judge, releasable
 from flashckpt.types import Generation, Held, Holding, Launch, Level, NodeInventory, ShardId, age_order
 
 WORLD = 3
 generations = st.builds(
     Generation, epoch=st.integers(1, 3), nonce=st.just(7), step=st.integers(0, 5), seq=st.integers(1, 4)
 )
-shards = st.builds(ShardId, generation=generations, rank=st.integers(0, WORLD - 1), world=st.just(WORLD))
-tags = st.dictionaries(shards, st.sampled_from([5, 5, 5, 6]), max_size=40)
-lines = st.none() | st.builds(Line, step=st.integers(-1, 5), epoch=st.integers(1, 4), nonce=st.just(1))
+
+
+@st.composite
+def lying(draw):
+    """Shard → tag. Most generations are whole, else nothing would be decided between them."""
+    found = {}
+    for generation in draw(st.lists(generations, unique=True, max_size=6)):
+        everyone = st.just(set(range(WORLD)))
+        for rank in draw(everyone | everyone | st.sets(st.integers(0, WORLD - 1))):
+            found[ShardId(generation, rank, WORLD)] = 5
+        if draw(st.integers(0, 3)) == 0:
+            found[ShardId(generation, 0, WORLD)] = 6
+    return found
+
+
+tags = lying()
+lines = st.none() | st.builds(from_fence, step=st.integers(-1, 5), epoch=st.integers(1, 4), nonce=st.just(1))
 launches = st.none() | st.builds(Launch, epoch=st.integers(1, 3), nonce=st.just(7))
 
 
@@ -86,7 +100,6 @@ def test_what_nodes_encode_is_what_all_learn(tags, where, line, quarantined):
         found = copies_of(merged, generation)
         expected = {s.rank: s for s in tags if s.generation == generation}
         assert found.ranks == tuple(sorted(expected))
-        assert found.world == WORLD
         for number in range(3):
             assert set(found.on(number)) == {s.rank for s in nodes[number] if s.generation == generation}
         for rank, shard in expected.items():
@@ -115,3 +128,14 @@ def test_ranks_that_share_different_tensors_disagree():
     tags = {ShardId(generation, 0, 2): 11, ShardId(generation, 1, 2): 12}
     assert judge(tags, Launch(2, 7), None)[generation].state is State.DISAGREES
     assert releasable(judge(tags, Launch(2, 7), None)) == {generation}
+
+
+def test_of_whole_generations_the_newest_stay_and_the_older_ones_go():
+    steps = [Generation(1, 7, step, 1) for step in range(5)]
+    states = (State.COMPLETE, State.PENDING, State.COMPLETE, State.COMPLETE, State.PENDING)
+    verdicts = {generation: Verdict(state, "") for generation, state in zip(steps, states, strict=True)}
+    assert releasable(verdicts, 1) == set(steps[:3])
+    assert releasable(verdicts, 2) == set(steps[:2])
+    assert releasable(verdicts, 3) == {steps[1]}
+    assert releasable({steps[1]: verdicts[steps[1]]}) == set()
+    assert releasable({**verdicts, steps[4]: Verdict(State.DEAD, "")}, 3) == {steps[1], steps[4]}

@@ -112,8 +112,10 @@ def test_a_killed_holder_leaves_a_note_that_is_no_obstacle(directory, other):
 def test_a_released_lock_goes_to_the_next(directory, other):
     other.stdin.close()
     other.wait()
-    with AgentLock(directory):
-        pass
+    with AgentLock(directory) as lock:
+        assert lock.is_in_force()
+        assert AgentLock(directory).holder().pid == os.getpid()
+    assert AgentLock(directory).holder() is None
 
 
 def test_a_pid_that_was_reused_is_not_the_holder(directory):

@@ -87,3 +87,23 @@ def test_missing_shards_are_explained_by_who_had_them():
     ((_, reason),) = explain(choice, {Launch(1, 10): session}, ["alpha", "gamma"]).passed_over
     assert reason.startswith("no shard of ranks [1]: rank 1 ran on beta, its replicas on ")
     assert "beta not here" in reason or "beta and" in reason
+
+
+def test_with_a_step_all_others_are_passed_over_with_that_reason():
+    other = Generation(1, 10, 9, 4)
+    choice = choose(inventory(whole(OLD, other), None), 8)
+    assert choice.candidates == (OLD,)
+    assert choice.passed_over == ((other, "step 8 was asked for"),)
+
+
+def test_what_lacks_nothing_is_not_explained_by_who_had_it():
+    """A generation of a remembered launch may be passed over for another reason than missing shards."""
+    first, second = whole(OLD)
+    choice = choose(inventory([first, second], None, [held(second, content=1)]), None)
+    session = Session(Launch(1, 10), 2, (Member("alpha", "", "", (0, 1)),), 1, "ring", 2)
+    assert explain(choice, {Launch(1, 10): session}, ["alpha"]) == choice
+
+
+def test_missing_shards_of_a_launch_that_nobody_remembers_are_not_explained():
+    choice = choose(inventory(whole(OLD)[:1], None), None)
+    assert explain(choice, {}, ["alpha"]) == choice

@@ -29,6 +29,8 @@ def test_a_process_that_has_gone_is_no_error():
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         process.wait()
     be_nice_as_session(process.pid, 10)
+    be_nice(process.pid, 10)
+    assert hurry(process.pid), "nothing is left that is too slow"
 
 
 def test_a_helper_is_as_nice_as_the_agent_was_before_and_is_hurried():

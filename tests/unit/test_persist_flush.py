@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -16,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import flashckpt
 from flashckpt import failpoints
-from flashckpt.errors import CorruptShardError
+from flashckpt.errors import CorruptShardError, NotFoundError
 from flashckpt.format.dtypes import ITEMSIZE
 from flashckpt.persist.catalog import damaged, list_steps
 from flashckpt.persist.exchange import Exchange
@@ -350,3 +351,24 @@ def test_every_byte_goes_past_the_limit_of_the_node(checkpointer, memory_dir, tm
 
 def test_per_rank_keys():
     assert per_rank_key(3, "rng.cpu") == "__rank__.3.rng.cpu"
+
+
+@pytest.mark.parametrize(("ranks", "found"), [((), r"\[\]"), ((0, 0), r"\[0, 0\]")], ids=["left out", "named twice"])
+def test_a_flush_without_every_rank_exactly_once_leaves_no_step(checkpointer, memory_dir, tmp_path, ranks, found):
+    """Sharded tensors would be missed anyway; of a rank that has only values of its own nothing else would tell."""
+    first, second = (checkpointer.save(step, {"own": flashckpt.PerRank({"seed": step})}) for step in (1, 2))
+    flush(spec_of(memory_dir, tmp_path, first))
+    spec = dataclasses.replace(spec_of(memory_dir, tmp_path, second), writers=(("node", ranks),))
+    with pytest.raises(CorruptShardError, match=rf"expected shards of ranks 0 to 0, found {found}"):
+        flush(spec)
+    assert os.readlink(tmp_path / "latest") == "step-1"
+    assert [one.name for one in list_steps(LocalStorage(str(tmp_path)))] == ["step-1"]
+
+
+def test_a_generation_that_is_gone_is_not_flushed(checkpointer, memory_dir, tmp_path):
+    handle = checkpointer.save(1, {"a": torch.zeros(3)})
+    spec = spec_of(memory_dir, tmp_path, handle)
+    gone = dataclasses.replace(spec, generation=handle.generation._replace(seq=9))
+    with pytest.raises(NotFoundError, match=r"expected it in .*, found that it is gone"):
+        flush(gone)
+    assert not list_steps(LocalStorage(str(tmp_path)))

@@ -236,3 +236,21 @@ def test_placement_is_immutable_and_its_repr_is_short():
     assert len(repr(placement)) < 300
     with pytest.raises(AttributeError):
         placement.replicas = 2
+
+
+# By strategy and replicas: of each rank, the numbers of the nodes that keep its replicas.
+KNOWN = {
+    ("ring", 1): [(3,), (6,), (4,), (1,), (5,), (0,), (2,)],
+    ("ring", 2): [(1, 3), (2, 6), (4, 5), (1, 6), (0, 5), (0, 3), (2, 4)],
+    ("group", 1): [(3,), (2,), (5,), (0,), (6,), (1,), (4,)],
+    ("group", 2): [(3, 1), (0, 3), (4, 5), (0, 1), (5, 6), (2, 6), (2, 4)],
+}
+
+
+@pytest.mark.parametrize(("strategy", "replicas"), KNOWN)
+def test_every_version_places_the_same_cluster_alike(strategy, replicas):
+    """Each node computes it by itself. Another answer would be another protocol: two versions in one job would disagree
+    on who keeps whose replicas, and after an upgrade nearly all of them would move."""
+    members = cluster(7, ranks=1)
+    placement = place(members, replicas, strategy)
+    assert [tuple(int(node[-1]) for node in placement.buddies(rank)) for rank in range(7)] == KNOWN[strategy, replicas]

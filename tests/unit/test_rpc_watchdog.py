@@ -45,3 +45,7 @@ def test_closed_twice_and_without_a_thread():
     watchdog = Watchdog(1.0)
     watchdog.close()
     watchdog.close()
+    assert watchdog._thread is None
+    watchdog.watch(lambda: None)  # too late: whatever watches it ends at once
+    watchdog.close()
+    assert not watchdog._thread.is_alive()

@@ -368,20 +368,6 @@ def test_slot_that_was_taken_back_is_not_sealed(agent, trainer):
     assert agent.scan() == ()
 
 
-def test_orphans_are_returned(agent, trainer):
-    """The agent died after a grant, before its answer arrived."""
-    attached, lost = (agent.grant(K, trainer.owner) for _ in range(2))
-    trainer.ask(f"attach({attached}, {K}, 1)")
-    assert trainer.ask("store.return_orphans(Owner.current())") == 1
-    assert writers(agent, "pool") == {lost: trainer.owner}
-    assert writers(agent, "writing") == {attached: trainer.owner}
-    trainer.ask(f"seal({attached}, 1)")
-    assert agent.return_orphans(trainer.owner) == 0
-    again = agent.grant(K, trainer.owner)
-    assert again == lost
-    assert agent.return_orphans(trainer.owner) == 1
-
-
 # --- claim_file
 
 
@@ -595,7 +581,8 @@ def test_agent_is_killed(memory_dir, name, occurrence):
         assert len(set(in_writing) - set(granted)) <= 1
         for slot_id, size in granted.items():
             next_agent.abandon(next_agent.attach(slot_id, size))
-        next_agent.return_orphans(me)
+        for slot_id in set(in_writing) - set(granted):  # the agent died before it could answer
+            assert next_agent.withdraw(slot_id, me)
         last = max(promised["session"], default=0)
         possible = [b"session %d" % last if last else None]
         if name.endswith("session"):
@@ -621,7 +608,8 @@ def test_agent_gets_an_error(memory_dir, name):
     with SlotStore.open(memory_dir, "job") as store:
         store.reclaim()
         assert all(record == Record(record.generation, 2, 1, 5.0) for record in store.read_records())
-        store.return_orphans(Owner.current())
+        for slot_id, writer in writers(store, "writing").items():
+            assert store.withdraw(slot_id, writer)
         assert store.check() == []
 
 

@@ -19,7 +19,7 @@ from flashckpt.store.directory import Directory, State
 from flashckpt.store.names import sealed_name, slot_name
 from flashckpt.store.owner import Owner
 from flashckpt.store.slots import SlotStore
-from flashckpt.types import Generation, ShardId
+from flashckpt.types import Generation, Record, ShardId
 
 ROOT = Path(__file__).parents[2]
 K = 64 << 10
@@ -610,3 +610,20 @@ def test_what_another_process_sealed_is_read_through_its_file(store, memory_dir)
         assert store.mapped_shard(sealed, fd) is None
     finally:
         os.close(fd)
+
+
+def test_a_record_is_a_sign_of_its_launch_too(store):
+    """An agent that was restarted on a node without shards must not let an older launch in."""
+    for epoch in (3000, 2500):
+        store.write_record(Record(Generation(epoch, 1, 5, 1), 2, 1, 5.0))
+    assert store.highest_epoch() == 3000
+    store.seal(store.claim(K), shard(1))
+    assert store.highest_epoch() == 3000
+
+
+def test_a_closed_store_answers_nothing(memory_dir):
+    store = SlotStore.open(memory_dir, "job")
+    store.close()
+    for ask in (lambda: store.directory_id, store.highest_epoch, store.scan, store.read_records, store.status):
+        with pytest.raises(ClosedError, match=r"slot store .*: used after close\(\)"):
+            ask()

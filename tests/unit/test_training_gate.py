@@ -241,3 +241,22 @@ def test_a_step_that_does_not_end_holds_a_save_for_a_bounded_time_and_once(memor
     finally:
         release.set()
         thread.join()
+
+
+def test_the_wait_returns_for_how_long_it_held_the_caller_and_reports_it_once():
+    from flashckpt.save.handle import SaveHandle
+    from flashckpt.training.gate import OptimizerGate
+
+    reported = []
+    gate = OptimizerGate(0.01, lambda handle, held: reported.append((handle, held)))
+    assert gate.wait() == 0.0
+    handle = SaveHandle(1, None, Level.SEALED)
+    gate.close_behind(handle)
+    assert not gate.is_open
+    held = gate.wait()  # nobody copies: given up after the timeout
+    assert held >= 0.01
+    assert held == handle.blocked_seconds
+    assert reported == [(handle, held)]
+    assert gate.is_open
+    assert gate.wait() == 0.0
+    assert len(reported) == 1
