@@ -446,27 +446,26 @@ def _lease_ends_first(world: World) -> None:
 
 
 MUTANTS: dict[str, Mutant] = {
-    "all_coordinate": Mutant(part=_AllCoordinate, seed=97),
+    "all_coordinate": Mutant(part=_AllCoordinate, seed=285),
     "announce_before_record": Mutant(_AnnounceFirst, seed=0),
-    "base_licenses_gc": Mutant(_BaseLicensesGc, seed=15),
+    "base_licenses_gc": Mutant(_BaseLicensesGc, seed=36),
     "commit_before_ack": Mutant(part=_CommitBeforeAck, seed=0),
     "commit_without_one_rank": Mutant(replace=((committing, "missing_ranks", _without_one),), seed=0),
     "deaf_to_loss": Mutant(part=_DeafToLoss, seed=36),
     "drop_acked_replica": Mutant(_DropsAcked, seed=0),
-    "counts_the_silent": Mutant(replace=((copying, "Healing", _CountsTheSilent),), seed=124),
+    "counts_the_silent": Mutant(replace=((copying, "Healing", _CountsTheSilent),), seed=204),
     "early_gc": Mutant(part=_EarlyGc, seed=0),
-    "heals_the_dead": Mutant(_HealsTheDead, _KeepsTheDead, seed=708),
+    "heals_the_dead": Mutant(_HealsTheDead, _KeepsTheDead, seed=1069),
     "moves_what_it_heals": Mutant(_MovesWhatItHeals, seed=17),
-    "only_the_coordinator_heals": Mutant(part=_OnlyTheCoordinatorHeals, seed=173),
-    "fenced_goes_on": Mutant(part=_AcksOfDeadLaunches, seed=74),
-    "forgets_records": Mutant(_ForgetsRecords, seed=93),
+    "only_the_coordinator_heals": Mutant(part=_OnlyTheCoordinatorHeals, seed=506),
+    "fenced_goes_on": Mutant(part=_AcksOfDeadLaunches, seed=84),
+    "forgets_records": Mutant(_ForgetsRecords, seed=119),
     "forgets_session": Mutant(_ForgetsSession, seed=5),
     "has_everything": Mutant(_HasEverything, seed=0),
     "late_line": Mutant(part=_LateLine, seed=74),
     "no_line": Mutant(_NoLine, seed=1),
     "a_stray_launch_claims": Mutant(adjust=_stray_claims, seed=0),
     "a_reader_claims": Mutant(adjust=_reader_claims, seed=1),
-    "line_on_one_node": Mutant(adjust=_line_on_one_node, seed=0),
     "keeps_one_line": Mutant(part=_KeepsOneLine, seed=232),
     "a_record_frees_others": Mutant(replace=((ledger, "droppable", _frees_others),), seed=26),
     "kills_the_unknown": Mutant(replace=((Line, "cut", _kills_unknown),), seed=0),
@@ -476,9 +475,9 @@ MUTANTS: dict[str, Mutant] = {
     "folds_other_roots": Mutant(replace=((Line, "compacted", _folds_others),), seed=8),
     "loses_the_floor": Mutant(replace=((Line, "with_older", _loses_floor),), seed=272),
     "newest_history_wins": Mutant(replace=((job, "pick", _newest_wins),), seed=98),
-    "no_nonce": Mutant(adjust=_no_nonce, seed=4),
+    "no_nonce": Mutant(adjust=_no_nonce, seed=16),
     "nobody_goes_on": Mutant(
-        replace=((committing, "abandoned_by", lambda generation, sealed, reached, patience: None),), seed=211
+        replace=((committing, "abandoned_by", lambda generation, sealed, reached, patience: None),), seed=341
     ),
     "pushes_once": Mutant(part=_PushesOnce, seed=9),
     "records_by_step": Mutant(replace=((ledger, "_newest_records", _records_by_step),), seed=883),
@@ -487,7 +486,7 @@ MUTANTS: dict[str, Mutant] = {
     "void_after_commit": Mutant(part=_CommitsAgainstVoid, seed=2679),
     "void_after_report": Mutant(part=_VoidAfterReport, seed=2679),
     "waits_for_ever": Mutant(part=_NeverTiresOfWaiting, seed=9),
-    "zombie_accepted": Mutant(part=_ZombieAccepted, seed=1),
+    "zombie_accepted": Mutant(part=_ZombieAccepted, seed=6),
 }
 
 # Not counted, with the reason.
@@ -496,6 +495,11 @@ SURVIVORS: dict[str, tuple[Mutant, str]] = {
         Mutant(adjust=_epoch_reused),
         "too rare since lines and ages compare nonces too, which decides every second case rightly by chance; the "
         "exhaustive model kills it (spec/)",
+    ),
+    "line_on_one_node": (
+        Mutant(adjust=_line_on_one_node),
+        "too rare: nodes adopt the line from the first message of their session; the node that has it would have to be "
+        "lost before it has said anything",
     ),
     "learns_no_line": (
         Mutant(_LearnsNoLine),
