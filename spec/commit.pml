@@ -1,4 +1,4 @@
-/* The commit, fence, collection and repair protocol of docs/protocol.md as one next-state relation for Spin.
+/* The commit, line, collection and repair protocol of docs/protocol.md as one next-state relation for Spin.
 
    N ranks on N nodes, one copy of every shard on the next node (k = 1). A *place* is where a machine stands:
    0..N-1 are the positions the launcher uses; N..N+LIMBO-1 hold machines that were cut off from position
@@ -9,6 +9,10 @@
 
    Messages (acknowledgement, report, announcement) are sets that only grow. A member may be delivered never
    (lost), late, twice, or before others (reordered): all that a network can do to it.
+
+   The line of a launch is what it loaded (from which all ancestors and their cuts follow) and the launches that it
+   knows of. What it knows and does not hold is abandoned; what it does not know is another history. A line is not
+   shortened here: the floor is checked by the simulator (tests/sim).
 
    Whoever is dead takes no step any more; whoever is paused takes it later. So nothing ends a launch: a new one
    may start at any time, and all trainers and agents of older ones stay able to wake up.
@@ -45,6 +49,9 @@
 #ifndef HEAL
 #define HEAL 0      /* whoever has a copy of what is kept gives it to others */
 #endif
+#ifndef STRAYS
+#define STRAYS 0    /* launches on one position alone, that load there and save nothing */
+#endif
 #ifndef ZOMBIES
 #define ZOMBIES 1   /* trainers of older launches still act */
 #endif
@@ -63,7 +70,7 @@
 byte have[P*N];     /* sealed, verified shards of each rank: bit u */
 byte rec[P];        /* newest commit record */
 byte ses[P];        /* launch that took the agent over (Begin) */
-byte fence[P];      /* launch whose fence is in force */
+byte lines[P];      /* launches whose line lies here, without those that a newer one here knows of; bit l */
 byte mem[P];        /* launches that gave it a rank: trainers run there, the others know its address; bit l */
 /* ---- a machine, in its agent's memory */
 byte seen[P];       /* newest launch that anybody spoke of */
@@ -74,7 +81,9 @@ byte reports[N];    /* node r → coordinator: rank r's shard has its copies; bi
 byte announced;     /* coordinator → all: there is a record; bit u */
 /* ---- what the trainers of a launch know */
 byte epoch[L+1], picked[L+1], last[L+1];  /* last: its newest generation, at first the loaded one */
-byte fencer[L+1];   /* bit r: rank r's fence stands, so it may save */
+byte claimed[L+1];  /* bit r: rank r has put the line on its node, so it may seal */
+byte knows[L+1];    /* launches that its line lists; bit l */
+byte stray;         /* launches on one position alone; bit l */
 byte chosen;        /* bit l: load has decided */
 byte nl;            /* launches so far */
 /* ---- generations */
@@ -89,8 +98,8 @@ byte exposed;       /* faults that hit it since all its copies were there; it ha
 byte hit[U+1];      /* faults that hit each generation */
 byte torn[L+1];     /* faults that hit the machines of each launch */
 byte rolled;        /* launch that went back on request last: what older ones did above it is given up */
-byte base;          /* what it went back to: promised again once all its copies and fences are there */
-byte took[P];       /* newest launch that ever took this machine over, or fenced it */
+byte base;          /* what it went back to: promised again once all its copies and lines are there */
+byte took[P];       /* newest launch that ever took this machine over, or put its line there */
 byte heard[P];      /* newest launch this machine exchanged a message with */
 byte broken;        /* property that was violated */
 
@@ -112,7 +121,7 @@ static int mutant(const char *name)
 /* strcmp in every guard would cost more than the search: each mutant is looked up once. */
 #define MUTANT(name) ({ static int is_ = -1; if (is_ < 0) is_ = mutant(name); is_; })
 
-/* -------- names, their order, fences -------- */
+/* -------- names, their order, lines -------- */
 static int older(int a, int b)  /* of two launches; 0 = none, older than all */
 {
 	if (now.epoch[a] != now.epoch[b]) return now.epoch[a] < now.epoch[b];
@@ -129,17 +138,50 @@ static int same_name(int a, int b)
 	if (!MUTANT("no-nonce")) return a == b;
 	return now.step[a] == now.step[b] && now.epoch[now.launch[a]] == now.epoch[now.launch[b]];
 }
-/* The fence of launch l buries what older launches did above the step that l loaded. */
+enum { UNKNOWN = -2, NOTHING = -1, ALL = 255 };
+/* Up to which step launch m is on the line of launch l. A ghost: no mutant breaks it. */
+static int true_cut(int l, int m)
+{
+	int u;
+	if (m == l) return ALL;
+	if (!(now.knows[l] & BIT(m))) return UNKNOWN;
+	for (u = now.picked[l]; u; u = now.parent[u]) if (now.launch[u] == m) return now.step[u];
+	return NOTHING;
+}
+static int cut_of(int l, int m)
+{
+	int known = true_cut(l, m);
+	if (MUTANT("line-by-epoch") && now.epoch[m] == now.epoch[l]) return ALL;
+	return MUTANT("kills-the-unknown") && known == UNKNOWN && older(m, l) ? NOTHING : known;
+}
+static int on_line(int l, int u) { int cut = cut_of(l, now.launch[u]); return cut != UNKNOWN && now.step[u] <= cut; }
 static int kills(int l, int u)
 {
-	if (!l || MUTANT("no-fence")) return 0;
-	if (now.step[u] <= now.step[now.picked[l]]) return 0;
-	return MUTANT("fence-by-epoch") ? now.epoch[now.launch[u]] < now.epoch[l] : older(now.launch[u], l);
+	int cut = l ? cut_of(l, now.launch[u]) : UNKNOWN;
+	return !MUTANT("no-line") && cut != UNKNOWN && now.step[u] > cut;
+}
+static int dead(int l, int u)
+{
+	int cut = l ? true_cut(l, now.launch[u]) : UNKNOWN;
+	return cut != UNKNOWN && now.step[u] > cut;
+}
+static int in_force(int p)  /* the newest of the lines */
+{
+	int l, newest = 0;
+	for (l = 1; l <= now.nl; l++) if (now.lines[p] & BIT(l)) newest = later(newest, l);
+	return newest;
+}
+static void keep_line(int p, int l)
+{
+	int m;
+	if (MUTANT("line-overwritten")) { now.lines[p] = BIT(l); return; }
+	now.lines[p] |= BIT(l);
+	for (m = 1; m <= now.nl; m++) if (now.knows[in_force(p)] & BIT(m)) now.lines[p] &= ~BIT(m);
 }
 
 /* -------- what an agent knows -------- */
 static int linked(int p) { return !(now.away & BIT(p)); }
-static int newest_known(int p) { return later(now.ses[p], later(now.seen[p], now.fence[p])); }
+static int newest_known(int p) { return later(now.ses[p], later(now.seen[p], in_force(p))); }
 static int quiet(int p) { return older(now.ses[p], newest_known(p)); }
 /* The machine has a rank in launch l, and its agent has begun it and heard of none newer. */
 static int works_for(int p, int l)
@@ -150,15 +192,18 @@ static int licence(int p)  /* the record that older generations may go for */
 {
 	int u = now.rec[p];
 	if (!u) return 0;
-	if (MUTANT("fenced-record-licenses")) return u;
-	if (kills(now.fence[p], u)) return 0;
+	if (MUTANT("dead-record-licenses")) return u;
+	if (kills(in_force(p), u)) return 0;
 	return MUTANT("old-record-licenses") || now.launch[u] == now.ses[p] ? u : 0;
 }
 static int droppable(int p, int u)
 {
-	int record = licence(p), loaded = now.picked[now.fence[p]];
-	if (kills(now.fence[p], u)) return 1;
-	if (record && newer(record, u)) return 1;
+	int record = licence(p), line = in_force(p), loaded = now.picked[line];
+	if (kills(line, u)) return 1;
+	/* A record licenses nothing against a history that its line does not know. (No mutant: here no machine of one history
+	   works for another that does not know it. The simulator has one.) */
+	if (record && newer(record, u)
+	    && (now.launch[u] == now.launch[record] || (line && cut_of(line, now.launch[u]) != UNKNOWN))) return 1;
 	return MUTANT("base-licenses") && loaded && newer(loaded, u);
 }
 static int acts(int l) { return ZOMBIES || l == now.nl; }
@@ -168,7 +213,7 @@ static int holds(int p, int u) { int r; for (r = 0; r < N; r++) if (H(p, r) & BI
 /* A machine that was away when the job went back on request may still work for what was given up. */
 static int informed(int p)
 {
-	return !now.rolled || !older(now.fence[p], now.rolled);
+	return !now.rolled || !older(in_force(p), now.rolled);
 }
 static int full(int u)  /* each shard on two machines that can be reached, whichever they are */
 {
@@ -186,14 +231,14 @@ static int stems(int child, int ancestor)
 }
 static int given_up(int u)
 {
-	return now.rolled && older(now.launch[u], now.rolled) && now.step[u] > now.step[now.picked[now.rolled]];
+	return now.rolled && dead(now.rolled, u);
 }
 static void redundancy(void)
 {
 	int p;
 	if (now.promised) { if (full(now.promised)) now.exposed = 0; return; }
 	if (!now.base || !full(now.base)) return;
-	for (p = 0; p < N; p++) if (now.fence[p] != now.rolled) return;
+	for (p = 0; p < N; p++) if (in_force(p) != now.rolled) return;
 	now.promised = now.base; now.exposed = 0; now.base = 0;
 }
 static void struck(int p)
@@ -208,7 +253,7 @@ static void blank(int p)
 {
 	int r;
 	for (r = 0; r < N; r++) { H(p, r) = 0; if (p % N == 0) COUNTED(p, r) = 0; }
-	now.rec[p] = now.ses[p] = now.seen[p] = now.fence[p] = now.mem[p] = now.took[p] = now.heard[p] = 0;
+	now.rec[p] = now.ses[p] = now.seen[p] = now.lines[p] = now.mem[p] = now.took[p] = now.heard[p] = 0;
 }
 static void take_over(int p, int l)
 {
@@ -236,17 +281,24 @@ static int may_start(int slow)
 	for (p = 0; p < P; p++) if (LAG && linked(p) && now.heard[p] == now.nl) return 1;
 	return 0;
 }
-static void start(int slow)
+static int may_stray(int only)
+{
+	int l, strays = 0;
+	for (l = 1; l <= now.nl; l++) strays += !!(now.stray & BIT(l));
+	return only == N || strays < STRAYS;
+}
+static void start(int slow, int only)  /* `only`: on this position alone; N: on all */
 {
 	int p, top = 0, l = now.nl + 1, clock = slow ? now.epoch[now.nl] : l;
 	for (p = 0; p < P; p++) {
-		if (!linked(p)) continue;
+		if (!linked(p) || (only < N && p != only)) continue;
 		if (p < N) now.mem[p] |= BIT(l);
 		if (now.epoch[newest_known(p)] > top) top = now.epoch[newest_known(p)];
 	}
 	if (MUTANT("no-clock")) clock = 0;
 	now.nl = l; now.epoch[l] = top + 1 > clock ? top + 1 : clock;
-	SAY("launch %d starts: epoch %d", l, now.epoch[l]);
+	if (only < N) now.stray |= BIT(l);
+	SAY("launch %d starts%s: epoch %d", l, only < N ? " on one position alone" : "", now.epoch[l]);
 }
 
 /* Begin: from here on the agent works for launch l and refuses older ones. It comes before the inventory, so that
@@ -258,7 +310,8 @@ static int may_begin(int l, int p)
 }
 static void begin(int l, int p) { take_over(p, l); SAY("launch %d begins on node %d", l, p); }
 
-static int shows(int p, int l) { return linked(p) && (p >= N || (now.mem[p] & BIT(l))) && !older(l, newest_known(p)); }
+static int is_stray(int l) { return !!(now.stray & BIT(l)); }
+static int shows(int p, int l) { return linked(p) && ((p >= N && !is_stray(l)) || (now.mem[p] & BIT(l))) && !older(l, newest_known(p)); }
 static int complete(int u, int l)  /* every rank's shard of u lies on a machine that launch l sees */
 {
 	int p, r, v, found;
@@ -276,43 +329,110 @@ static int one_instance(int u, int l)
 		if (shows(p, l) && same_name(u, v) && (H(p, r) & BIT(v))) { if (found && found != v) return 0; found = v; }
 	return 1;
 }
-static int may_choose(int l, int back)
+/* The histories among what launch l sees: lines that no other one knows of, with something whole of their own; newest
+   first. A launch that none knows of is one. */
+static int whole_on(int l, int head)
+{
+	int u, mask = 0;
+	for (u = 1; u <= now.nu; u++) if (complete(u, l) && on_line(head, u)) mask |= BIT(u);
+	return mask;
+}
+static int histories(int l, int found[L+1])
+{
+	int p, u, h, g, n = 0, heads = 0, ends = 0, held[L+1];
+	for (p = 0; p < P; p++) if (shows(p, l)) heads |= now.lines[p];
+	for (u = 1; u <= now.nu; u++) {
+		int known = !complete(u, l);
+		for (h = 1; h <= now.nl; h++) known |= (heads & BIT(h)) && cut_of(h, now.launch[u]) != UNKNOWN;
+		if (!known) heads |= BIT(now.launch[u]);
+	}
+	for (h = 1; h <= now.nl; h++) {
+		int is_end = !!(heads & BIT(h));
+		for (g = 1; g <= now.nl; g++) if (g != h && (heads & BIT(g)) && (now.knows[g] & BIT(h))) is_end = 0;
+		held[h] = is_end ? whole_on(l, h) : 0;
+		if (held[h]) ends |= BIT(h);
+	}
+	for (h = 1; h <= now.nl; h++) {
+		int has_own = !!(ends & BIT(h));
+		for (g = 1; g <= now.nl; g++) {
+			if (g == h || !(ends & BIT(g)) || (held[h] & ~held[g])) continue;
+			if (held[h] != held[g] || older(h, g)) has_own = 0;
+		}
+		if (has_own) found[n++] = h;
+	}
+	for (h = 1; h < n; h++) if (older(found[0], found[h])) { g = found[0]; found[0] = found[h]; found[h] = g; }
+	return n;
+}
+static int there(int l)  /* launches that anything that l sees tells of */
+{
+	int p, r, u, h, mask = 0;
+	for (p = 0; p < P; p++) {
+		if (!shows(p, l)) continue;
+		mask |= now.lines[p];
+		for (h = 1; h <= now.nl; h++) if (now.lines[p] & BIT(h)) mask |= now.knows[h];
+		for (r = 0; r < N; r++) for (u = 1; u <= now.nu; u++) if (H(p, r) & BIT(u)) mask |= BIT(now.launch[u]);
+	}
+	return mask;
+}
+enum wish { NEWEST, OLDER_STEP, OLDER, NEWER };  /* what a person asks for: an older step; one of two histories */
+static int may_choose(int l, int wish)
 {
 	int p;
-	if (l > now.nl || (now.chosen & BIT(l)) || !acts(l) || (back && now.rollbacks == ROLLBACKS)) return 0;
-	for (p = 0; p < N; p++)
+	if (l > now.nl || (now.chosen & BIT(l)) || !acts(l) || (wish && now.rollbacks == ROLLBACKS)) return 0;
+	for (p = 0; p < N; p++) {
+		if (is_stray(l) && !(now.mem[p] & BIT(l))) continue;
 		if (MUTANT("begin-after-inventory") ? !shows(p, l) : !works_for(p, l)) return 0;
+	}
 	return 1;
 }
-/* load: inventory, choice, retrieval, by all ranks together. `back`: a step before the newest was asked for. */
-static void choose(int l, int back)
+/* load: inventory, choice, retrieval, by all ranks together. */
+static void choose(int l, int wish)
 {
-	int p, r, u, fence = 0, pick = 0, before = 0, exists = 0;
-	if (back) now.rollbacks++;
+	int p, r, u, v, count, line = 0, pick = 0, before = 0, exists = 0, all, found[L+1];
+	if (wish) now.rollbacks++;
 	for (p = 0; p < P; p++) {
 		if (!shows(p, l)) continue;
 		if (p >= N) take_over(p, l);  /* a machine that came back, without a rank: begun like the others */
-		fence = later(fence, now.fence[p]);
 		for (r = 0; r < N; r++) exists |= H(p, r);
 	}
+	count = histories(l, found);
+	if (count > 1 && wish < OLDER && !MUTANT("newest-history-wins")) {
+		SAY("launch %d raises: two histories, of launches %d and %d", l, found[0], found[1]);
+		return;
+	}
+	if (count < 2 && wish >= OLDER) { SAY("launch %d: there is one history, and nothing to choose", l); return; }
+	if (count) line = found[wish == OLDER ? count - 1 : 0];
 	for (u = 1; u <= now.nu; u++) {
-		if (kills(fence, u) || !complete(u, l)) continue;
+		if (!line || !on_line(line, u) || kills(line, u) || !complete(u, l)) continue;
 		if (!pick || newer(u, pick)) { before = pick; pick = u; }
 		else if (newer(pick, u) && (!before || newer(u, before))) before = u;
 	}
-	if (back && !before) { SAY("launch %d asks for an older step in vain", l); return; }
-	if (back) pick = before;
-	SAY("launch %d, fence of launch %d: loads u%d (epoch %d step %d)%s; promised is u%d, hit %d times", l, fence, pick,
-	    now.epoch[now.launch[pick]], now.step[pick], back ? ", as was asked for" : "", now.promised, now.exposed);
-	if (pick) MUST(2, one_instance(pick, l));  /* I2 NEVER-MIX, under any number of faults */
-	if (back) {
+	if (wish == OLDER_STEP && !before) { SAY("launch %d asks for an older step in vain", l); return; }
+	if (wish == OLDER_STEP) pick = before;
+	SAY("launch %d, line of launch %d: loads u%d (epoch %d step %d)%s; promised is u%d, hit %d times", l, line, pick,
+	    now.epoch[now.launch[pick]], now.step[pick], wish ? ", as was asked for" : "", now.promised, now.exposed);
+	all = there(l);
+	if (pick) {
+		int known = BIT(now.launch[pick]);
+		if (!MUTANT("only-the-parent")) known |= now.knows[line] | BIT(line);
+		if (wish && !MUTANT("forgets-the-given-up")) known |= all;  /* the job goes on without them */
+		for (v = 1; v <= now.nl; v++) if ((known & BIT(v)) && older(v, l)) now.knows[l] |= BIT(v);
+		now.picked[l] = pick;
+		MUST(2, one_instance(pick, l));  /* I2 NEVER-MIX, under any number of faults */
+	}
+	if (wish) {
 		now.promised = now.exposed = 0; now.rolled = l; now.base = pick;
+		for (u = 1; u <= now.nu; u++)  /* I3: what was not chosen is given up, also what is away */
+			MUST(3, !(all & BIT(now.launch[u])) || !older(now.launch[u], l) || true_cut(l, now.launch[u]) != UNKNOWN);
 	} else {
 		/* I1 DURABLE and I3 NO-RESURRECTION: the promised one, or what was made from it */
-		int binds = now.promised && now.exposed <= 1;
+		int binds = now.promised && now.exposed <= 1 && (!is_stray(l) || complete(now.promised, l));
 		MUST(pick && complete(now.promised, l) ? 3 : 1, !binds || (pick && stems(pick, now.promised)));
 		MUST(3, !binds || !given_up(pick));
-		if (!pick || !stems(pick, now.promised)) now.promised = now.exposed = 0;
+		/* I4 ONE-HISTORY: nothing of a history that this one does not know is passed over in silence */
+		for (u = 1; pick && u <= now.nu; u++)
+			MUST(4, !complete(u, l) || !older(now.launch[u], l) || true_cut(l, now.launch[u]) != UNKNOWN);
+		if (now.promised && pick && !stems(pick, now.promised) && dead(l, now.promised)) now.promised = now.exposed = 0;
 		if (pick != now.base) now.base = 0;
 	}
 	if (!pick && exists) {
@@ -321,31 +441,34 @@ static void choose(int l, int back)
 	}
 	if (!pick) MUST(9, !exists);  /* I9 NO-FRESH-START */
 	now.chosen |= BIT(l); now.picked[l] = now.last[l] = pick;
-	if (pick) for (r = 0; r < N; r++) H(r, r) |= BIT(pick);  /* each rank's shard comes to its node */
+	if (pick && !is_stray(l)) for (r = 0; r < N; r++) H(r, r) |= BIT(pick);  /* each rank's shard comes to its node */
 	redundancy();
 }
 
-/* Each rank puts the fence up on its node before its first save. A newer one stays. */
-static int may_fence(int l, int p)
+/* The line is put on every node at the end of a load that loaded something; else by each rank before its first shard. A
+   newer one stays in force. */
+static int may_claim(int l, int p)
 {
-	if (!(now.chosen & BIT(l)) || now.fence[p] == l || (p < N && (now.fencer[l] & BIT(p)))) return 0;
-	if (MUTANT("fence-overwritten")) return !!(now.mem[p] & BIT(l));
+	if (!(now.chosen & BIT(l)) || (now.lines[p] & BIT(l)) || (p < N && (now.claimed[l] & BIT(p)))) return 0;
+	if (!now.picked[l] && !now.last[l] && !MUTANT("claims-at-load")) return 0;
+	if (MUTANT("line-overwritten")) return !!(now.mem[p] & BIT(l));
 	return now.ses[p] == l && !quiet(p);
 }
-static void put_fence(int l, int p)
+static void claim(int l, int p)
 {
-	now.fence[p] = l; now.seen[p] = later(now.seen[p], l);
-	if (p < N) now.fencer[l] |= BIT(p);
+	keep_line(p, l); now.seen[p] = later(now.seen[p], l);
+	if (p < N) now.claimed[l] |= BIT(p);
 	MUST(8, !older(l, now.took[p]));  /* I8 FENCED-WRITER */
 	now.took[p] = later(now.took[p], l);
-	SAY("fence of launch %d stands on node %d", l, p);
+	SAY("the line of launch %d is on node %d", l, p);
 	redundancy();
 }
 
 /* -------- save -------- */
 static int may_save(int l, int c)
 {
-	return now.nu < U && l <= now.nl && acts(l) && works_for(c, l) && (now.fencer[l] & 1)
+	return now.nu < U && l <= now.nl && acts(l) && works_for(c, l) && !is_stray(l)
+	    && (now.picked[l] ? (now.claimed[l] & 1) : (now.chosen & BIT(l)))
 	    && (now.last[l] == now.picked[l] || (now.sealed[now.last[l]] & 1));  /* rank 0 may be ahead of the others */
 }
 static void save(int l)
@@ -359,7 +482,7 @@ static void save(int l)
 static int may_seal(int p, int r, int u)
 {
 	int l = now.launch[u];
-	return u <= now.nu && !(now.sealed[u] & BIT(r)) && (now.mem[p] & BIT(l)) && (now.fencer[l] & BIT(r)) && acts(l);
+	return u <= now.nu && !(now.sealed[u] & BIT(r)) && (now.mem[p] & BIT(l)) && (now.claimed[l] & BIT(r)) && acts(l);
 }
 static void seal(int p, int r, int u)
 {
@@ -378,7 +501,7 @@ static void seal(int p, int r, int u)
 }
 
 /* Copy to the next node: verified, sealed there, acknowledged. One step, because it counts from its end: the
-   receiver looks at launch and fence again after the last byte. It is repeated while the acknowledgement is missing
+   receiver looks at launch and line again after the last byte. It is repeated while the acknowledgement is missing
    or the copy is ("lost"). */
 static int may_push(int a, int b, int r, int u)
 {
@@ -414,7 +537,7 @@ static void give_back(int a, int b, int r, int u)
    know of the record by hearsay only: it takes what nothing it knows has killed or followed. */
 static int kept(int p)
 {
-	int record = licence(p), loaded = now.fence[p] == now.ses[p] ? now.picked[now.fence[p]] : 0;
+	int record = licence(p), loaded = in_force(p) == now.ses[p] ? now.picked[now.ses[p]] : 0;
 	return record && (!loaded || newer(record, loaded)) ? record : loaded;
 }
 static int may_heal(int a, int b, int r, int u)
@@ -484,6 +607,9 @@ static void commit(int c, int u)
 	if (given_up(u)) return;  /* on purpose */
 	/* More than k of its machines were away, and meanwhile another launch went on without them: beyond what k covers. */
 	if (now.torn[now.launch[u]] > 1 && !(now.promised && stems(u, now.promised))) return;
+	/* Another history, which began where nothing of the promised one could be seen: I1 goes on with the older promise, and
+	   I4 and I7 hold for both. */
+	if (now.promised && true_cut(now.launch[u], now.launch[now.promised]) == UNKNOWN) return;
 	/* I3: promises form one line */
 	MUST(3, !now.promised || now.exposed > 1 || now.hit[u] > 1 || stems(u, now.promised));
 	now.promised = u; now.exposed = full(u) ? 0 : now.hit[u]; now.base = 0;
@@ -519,10 +645,13 @@ static void collect(int p, int u)
 	int r;
 	SAY("node %d drops u%d", p, u);
 	MUST(5, u != now.promised || !informed(p));  /* I5 NO-EARLY-GC */
+	/* I7 OTHERS-KEPT */
+	MUST(7, now.launch[u] == now.ses[p] || true_cut(in_force(p), now.launch[u]) != UNKNOWN
+	     || true_cut(now.ses[p], now.launch[u]) != UNKNOWN);
 	for (r = 0; r < N; r++) H(p, r) &= ~BIT(u);
 }
 
-/* Messages and answers carry launch and fence, a refusal too: who hears of newer ones adopts them. */
+/* Messages and answers carry launch and line, a refusal too: who hears of newer ones adopts them. */
 static int may_hear(int b, int a)
 {
 	if (a == b || !linked(a) || !linked(b)) return 0;
@@ -530,18 +659,18 @@ static int may_hear(int b, int a)
 	if (LAG && now.heard[b] < now.heard[a]) return 1;
 	if (MUTANT("not-learned")) return 0;
 	if (older(newest_known(b), newest_known(a))) return 1;
-	return older(now.fence[b], now.fence[a]) && !older(now.fence[a], newest_known(b));
+	return older(in_force(b), in_force(a)) && !older(in_force(a), newest_known(b));
 }
 static void hear(int b, int a)
 {
 	if (!MUTANT("not-learned")) {
 		now.seen[b] = later(now.seen[b], newest_known(a));
-		/* The fence of a launch that was overtaken comes too late: the newer one chooses from what lies here. */
-		if (!older(now.fence[a], newest_known(b))) now.fence[b] = now.fence[a];
-		now.took[b] = later(now.took[b], now.fence[b]);
+		/* The line of a launch that was overtaken comes too late: the newer one chooses from what lies here. */
+		if (in_force(a) && !older(in_force(a), newest_known(b))) keep_line(b, in_force(a));
+		now.took[b] = later(now.took[b], in_force(b));
 	}
 	if (LAG && now.heard[b] < now.heard[a]) now.heard[b] = now.heard[a];
-	SAY("node %d hears from node %d; it knows of launch %d, fence of launch %d", b, a, newest_known(b), now.fence[b]);
+	SAY("node %d hears from node %d; it knows of launch %d, line of launch %d", b, a, newest_known(b), in_force(b));
 	redundancy();
 }
 
@@ -559,7 +688,7 @@ static void cut(int p)
 	struck(p); now.away |= BIT(N + p);
 	for (r = 0; r < N; r++) { H(N + p, r) = H(p, r); if (p == 0) COUNTED(N, r) = COUNTED(0, r); }
 	now.rec[N + p] = now.rec[p]; now.ses[N + p] = now.ses[p]; now.seen[N + p] = now.seen[p]; now.mem[N + p] = now.mem[p];
-	now.fence[N + p] = now.fence[p]; now.took[N + p] = now.took[p]; now.heard[N + p] = now.heard[p];
+	now.lines[N + p] = now.lines[p]; now.took[N + p] = now.took[p]; now.heard[N + p] = now.heard[p];
 	blank(p);
 	SAY("machine %d is CUT OFF with its memory (it is %d from here on); a blank one takes its place", p, N + p);
 }
@@ -571,8 +700,8 @@ static void restart(int p)
 {
 	int r;
 	now.restarts++;
-	if (MUTANT("forgetful-agent")) now.ses[p] = now.fence[p] = 0;
-	now.seen[p] = later(now.ses[p], now.fence[p]);
+	if (MUTANT("forgetful-agent")) now.ses[p] = now.lines[p] = 0;
+	now.seen[p] = later(now.ses[p], in_force(p));
 	if (p % N == 0) for (r = 0; r < N; r++) COUNTED(p, r) = 0;
 	SAY("agent of node %d RESTARTS", p);
 }
@@ -599,27 +728,28 @@ static void drop_acked(int p, int r, int u)
 }
 
 /* -------- swift -------- */
-static void launch_at_once(int slow, int back)
+static void launch_at_once(int slow, int back, int only)
 {
 	int p, l;
-	start(slow); l = now.nl;
+	start(slow, only); l = now.nl;
 	for (p = 0; p < N; p++) if (may_begin(l, p)) begin(l, p);
 	if (!may_choose(l, back)) return;
 	choose(l, back);
-	for (p = 0; p < P; p++) if (may_fence(l, p)) put_fence(l, p);
+	for (p = 0; p < P; p++) if (may_claim(l, p)) claim(l, p);
 }
 enum stage { ONE_SEALED, ALL_SEALED, COPIED, COMMITTED, ANNOUNCED };
 static int may_save_at_once(int c)
 {
 	int p, l = now.ses[c];
 	if (c >= N || !l || !may_save(l, c)) return 0;
-	for (p = 0; p < N; p++) if (!works_for(p, l) || now.fence[p] != l) return 0;
+	for (p = 0; p < N; p++) if (!works_for(p, l) || (now.picked[l] && in_force(p) != l)) return 0;
 	return 1;
 }
 static void save_at_once(int stage)
 {
 	int r, l = now.ses[0], u;
 	save(l); u = now.nu;
+	for (r = 0; r < (stage == ONE_SEALED ? 1 : N); r++) if (may_claim(l, r)) claim(l, r);
 	for (r = 0; r < (stage == ONE_SEALED ? 1 : N); r++) seal(r, r, u);
 	if (stage < COPIED) return;
 	for (r = 0; r < N; r++) { push(r, (r + 1) % N, r, u); report(r, r, u); }
@@ -630,7 +760,7 @@ static void save_at_once(int stage)
 }
 
 /* -------- all events -------- */
-enum kind { LAUNCH_AT_ONCE, SAVE_AT_ONCE, START, BEGIN, CHOOSE, FENCE, SAVE, SEAL, PUSH, GIVE_BACK, REPORT, COUNT,
+enum kind { LAUNCH_AT_ONCE, SAVE_AT_ONCE, START, BEGIN, CHOOSE, CLAIM, SAVE, SEAL, PUSH, GIVE_BACK, REPORT, COUNT,
             COMMIT, FORETELL, RECORD, COLLECT, HEAR, LOSE, CUT, COME_BACK, RESTART, ROTS, HEALS, DROP_ACKED };
 struct event { unsigned char kind, a, b, r, u; };
 #define EVENTS 256
@@ -648,16 +778,16 @@ static void list_events(void)
 	int p, q, r, u, l;
 	now.away = (BIT(P) - 1) & ~(BIT(N) - 1);
 	for (q = 0; q <= (TIE || LAG); q++) {
-		if (!SWIFT) add(START, q, 0, 0, 0);
-		else for (r = 0; r <= !!ROLLBACKS; r++) add(LAUNCH_AT_ONCE, q, r, 0, 0);
+		if (!SWIFT) add(START, q, 0, N, 0);
+		else for (r = NEWEST; r <= (ROLLBACKS ? NEWER : NEWEST); r++) add(LAUNCH_AT_ONCE, q, r, N, 0);
 	}
+	if (STRAYS) for (p = 0; p < N; p++) add(SWIFT ? LAUNCH_AT_ONCE : START, 0, 0, p, 0);
 	if (SWIFT) for (q = ONE_SEALED; q <= ANNOUNCED; q++) add(SAVE_AT_ONCE, q, 0, 0, 0);
 	if (!SWIFT) for (l = 1; l <= L; l++) {
-		add(CHOOSE, l, 0, 0, 0);
-		if (ROLLBACKS) add(CHOOSE, l, 1, 0, 0);
+		for (r = NEWEST; r <= (ROLLBACKS ? NEWER : NEWEST); r++) add(CHOOSE, l, r, 0, 0);
 		for (p = 0; p < P; p++) {
 			if (p < N) add(BEGIN, l, p, 0, 0);
-			add(FENCE, l, p, 0, 0);
+			add(CLAIM, l, p, 0, 0);
 			if (p % N == 0) add(SAVE, l, p, 0, 0);
 		}
 	}
@@ -690,12 +820,12 @@ static int may(int index)
 	if (index >= event_count) return 0;
 	e = events[index];
 	switch (e.kind) {
-	case LAUNCH_AT_ONCE: return may_start(e.a) && now.rollbacks + e.b <= ROLLBACKS;
+	case LAUNCH_AT_ONCE: return may_start(e.a) && may_stray(e.r) && now.rollbacks + !!e.b <= ROLLBACKS;
 	case SAVE_AT_ONCE: return may_save_at_once(0);
-	case START: return may_start(e.a);
+	case START: return may_start(e.a) && may_stray(e.r);
 	case BEGIN: return may_begin(e.a, e.b);
 	case CHOOSE: return may_choose(e.a, e.b);
-	case FENCE: return may_fence(e.a, e.b);
+	case CLAIM: return may_claim(e.a, e.b);
 	case SAVE: return may_save(e.a, e.b);
 	case SEAL: return may_seal(e.a, e.r, e.u);
 	case PUSH: return may_push(e.a, e.b, e.r, e.u);
@@ -721,12 +851,12 @@ static void happen(int index)
 	struct event e = events[index];
 	if (readtrail) printf("STEP\n");
 	switch (e.kind) {
-	case LAUNCH_AT_ONCE: launch_at_once(e.a, e.b); break;
+	case LAUNCH_AT_ONCE: launch_at_once(e.a, e.b, e.r); break;
 	case SAVE_AT_ONCE: save_at_once(e.a); break;
-	case START: start(e.a); break;
+	case START: start(e.a, e.r); break;
 	case BEGIN: begin(e.a, e.b); break;
 	case CHOOSE: choose(e.a, e.b); break;
-	case FENCE: put_fence(e.a, e.b); break;
+	case CLAIM: claim(e.a, e.b); break;
 	case SAVE: save(e.a); break;
 	case SEAL: seal(e.a, e.r, e.u); break;
 	case PUSH: push(e.a, e.b, e.r, e.u); break;

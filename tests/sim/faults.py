@@ -79,14 +79,14 @@ def all_away(world: World) -> None:
         _cut_off(world, members)
 
 
-def _cut_off(world: World, machines: list[Machine]) -> None:
+def _cut_off(world: World, machines: list[Machine], *, goes_on: bool = True) -> None:
     for machine in machines:
         machine.isolated = True
         world.after(1.0 + 6.0 * world.rng.random(), _machine_back, world, machine)
         if world.trace:
             world.say(f"{machine}: CUT OFF with its memory")
     launch = world.job.newest
-    if launch is not None and launch.phase is not Phase.DEAD:
+    if goes_on and launch is not None and launch.phase is not Phase.DEAD:
         # Whoever launches the job gives the whole launch up; trainers beyond the cut may not hear of it.
         launch.is_zombie = world.rng.random() < 0.5
         if launch.is_zombie:
@@ -227,6 +227,54 @@ def twin_launches(world: World) -> None:
         world.job.start()
 
 
+def rollback(world: World) -> None:
+    """A person goes back to an older step."""
+    launch = world.job.newest
+    if launch is not None:
+        world.job.kill(launch)
+        world.job.start(asked=True)
+
+
+def rollback_without_one(world: World) -> None:
+    """The same while one machine is away, which comes back later with what was given up."""
+    members = _members(world)
+    if members:
+        _cut_off(world, [world.rng.choice(members)], goes_on=False)
+        rollback(world)
+
+
+def wrong_nodes(world: World) -> None:
+    """A person starts the job on other nodes, or on some of the right ones, and notices it later."""
+    launch = world.job.newest
+    if launch is not None:
+        launch.is_zombie = True
+        world.job.start(is_wrong=True)
+        wrong = world.job.newest
+        if wrong is not None:
+            world.after(0.5 + 3.0 * world.rng.random(), world.job.kill, wrong)
+
+
+def stray_launch(world: World) -> None:
+    """Somebody starts the job beside itself, on blank nodes or a part of its own ones; it saves little or nothing."""
+    rng = world.rng
+    members = [m for m in world.machines if m.alive and not m.isolated and m.core is not None]
+    if rng.random() < 0.8:
+        # Beside live trainers it is refused, unless that person insists.
+        busy = {launch.machine_of[rank] for launch in world.job.launches for rank in launch.alive}
+        members = [m for m in members if m not in busy]
+    some = rng.sample(members, min(len(members), rng.choice((0, 0, 1, 2))))
+    while len(some) < rng.choice((1, 2)):
+        some.append(world.add_machine())
+    world.job.start_stray(some, rng.choice((0, 0, 1, 2)))
+
+
+def evaluation(world: World) -> None:
+    """A load that only reads, beside the training."""
+    members = [m for m in _members(world) if m.core is not None and not world.is_paused(m)]
+    if members:
+        world.job.evaluate(members)
+
+
 FAULTS: dict[str, Callable[[World], None]] = {
     "machine_lost": machine_lost,
     "machine_lost_quietly": machine_lost_quietly,
@@ -241,4 +289,9 @@ FAULTS: dict[str, Callable[[World], None]] = {
     "rank_ends": rank_ends,
     "second_launch": second_launch,
     "twin_launches": twin_launches,
+    "rollback": rollback,
+    "rollback_without_one": rollback_without_one,
+    "wrong_nodes": wrong_nodes,
+    "stray_launch": stray_launch,
+    "evaluation": evaluation,
 }

@@ -1,7 +1,7 @@
 """The trainers of the simulated job: launches, what they choose to load, and their saves.
 
-What a launch loads is decided by the product's own pure functions over inventories that are taken node by node,
-while agents go on in between.
+Which history a launch goes on with, what it loads of it and what its line says is decided by the product's own pure
+functions, over inventories that are taken node by node, while agents go on in between.
 """
 
 from __future__ import annotations
@@ -11,24 +11,30 @@ from typing import TYPE_CHECKING
 
 from flashckpt.agent.messages import (
     Begun,
-    FencePut,
     GaveUp,
     LeaseEnded,
+    LinePut,
     RefuseFenced,
     Rotten,
     Sealed,
     SlotWanted,
     WantDropped,
 )
-from flashckpt.errors import AmbiguousHistoryError
-from flashckpt.load.choose import choose
+from flashckpt.errors import AmbiguousHistoryError, NotFoundError
+from flashckpt.line import begun, name_of
+from flashckpt.load.choose import choose, whole
+from flashckpt.load.histories import anew, pick
 from flashckpt.load.inventory import merge
-from flashckpt.types import Fence, Generation, Held, Launch, Member, Session, ShardId
+from flashckpt.types import Generation, Held, Launch, Member, Session, ShardId
 from tests.sim.machine import File, Machine
 from tests.sim.truth import Instance, Violation
 
 if TYPE_CHECKING:
-    from flashckpt.agent.messages import Notify
+    from flashckpt.agent.messages import Effect, Notify
+    from flashckpt.line import Line
+    from flashckpt.load.choose import Choice
+    from flashckpt.load.histories import Pick
+    from flashckpt.load.inventory import Inventory
     from flashckpt.types import Record
     from flashckpt.wire import PutOpen
     from tests.sim.world import World
@@ -40,7 +46,7 @@ _EPOCH_ZERO = 1_000_000  # the wall clock when a history begins, in ms
 class Phase(enum.Enum):
     BEGINNING = enum.auto()
     LOADING = enum.auto()
-    FENCING = enum.auto()
+    CLAIMING = enum.auto()  # the line is put on every node
     RUNNING = enum.auto()
     DEAD = enum.auto()
 
@@ -62,6 +68,8 @@ class SimLaunch:
         self.started_ms = 0
         self.phase = Phase.BEGINNING
         self.is_zombie = False
+        self.is_wrong = False  # on nodes that a person took by mistake
+        self.stray_saves: int | None = None  # of a launch beside the job: how often it saves before it ends
         self.is_planned = False  # the next save
         self.hangs = False  # a machine is gone, and its trainers wait for it
         self.base: Instance | None = None
@@ -69,8 +77,10 @@ class SimLaunch:
         self.session: Session | None = None
         self.begun: set[Machine] = set()
         self.inventories: dict[Machine, bytes] = {}
-        self.fenced: set[Machine] = set()
-        self.fence: Fence | None = None
+        self.claimed: set[Machine] = set()
+        self.line: Line | None = None  # put at the end of the load, or before the first shard
+        self.starts_fresh = False  # a person gave up what is there
+        self.knows: set[SimLaunch] = set()  # launches that this one goes on from, or without
         self.step = -1
         self.seq = 0
         self.saves = 0
@@ -87,6 +97,29 @@ class SimLaunch:
     @property
     def order(self) -> tuple[int, int]:
         return self.id.epoch, self.id.nonce
+
+    @property
+    def root(self) -> SimLaunch:
+        return self if self.base is None else self.base.launch.root
+
+    def cut(self, other: SimLaunch) -> int | None:
+        """Up to which step another launch belongs to this one's history; -1: not at all; None: it is not known."""
+        if other not in self.knows:
+            return None
+        one = self.base
+        while one is not None:
+            if one.launch is other:
+                return one.generation.step
+            one = one.launch.base
+        return -1
+
+    def holds(self, instance: Instance) -> bool:
+        cut = self.cut(instance.launch)
+        return instance.launch is self or (cut is not None and instance.generation.step <= cut)
+
+    def kills(self, instance: Instance) -> bool:
+        cut = self.cut(instance.launch)
+        return instance.launch is not self and cut is not None and instance.generation.step > cut
 
     def lease(self, rank: int) -> int:
         return self.number * 64 + rank
@@ -116,22 +149,30 @@ class Job:
         self.latest: Instance | None = None  # the last attempt that was begun
         self.resolved: set[tuple[str, Generation]] = set()  # node, generation: its trainers know how it ended
         self.has_clock = True
+        self.reader_claims = self.stray_claims = self.claims_once = False  # mistakes of trainers
         self.nonce_of = lambda: self.world.rng.getrandbits(32)
 
     @property
     def newest(self) -> SimLaunch | None:
-        return self.launches[-1] if self.launches else None
+        """Not counting launches beside the job."""
+        return next((one for one in reversed(self.launches) if one.stray_saves is None), None)
 
     # --- launches -------------------------------------------------------------------------------------------
 
-    def members(self) -> tuple[list[Machine], list[int]]:
-        """Healthy machines for the next launch; blank ones where there are too few."""
+    def members(self, is_wrong: bool = False) -> tuple[list[Machine], list[int]]:
+        """Healthy machines for the next launch, and blank ones if there are too few. `is_wrong`: a person errs."""
         world, rng = self.world, self.world.rng
         there = [m for m in world.machines if m.alive and not m.isolated]
         last = self.newest
         stay = [m for m in there if last is not None and m in last.members]
         spare = [m for m in there if m not in stay]
-        if spare and world.faults_on and rng.random() < 0.4:
+        if is_wrong:
+            rng.shuffle(there)
+            chosen = there[: rng.randrange(world.swarm.nodes)]
+        elif last is not None and last.is_wrong and rng.random() < 0.7:
+            # The mistake is noticed: back to where the job was.
+            chosen = sorted(there, key=lambda m: (-len(m.files), m.number))
+        elif spare and world.faults_on and rng.random() < 0.4:
             # One that was left out takes the place of another, which keeps its memory.
             rng.shuffle(there)
             chosen = there
@@ -148,9 +189,17 @@ class Job:
             chosen.insert(rng.randrange(len(chosen) + 1), world.add_machine(name))
         return chosen, list(world.swarm.shares)
 
-    def start(self, asked: bool = False) -> None:
+    def start(self, asked: bool = False, is_wrong: bool = False) -> None:
+        launch = self._launch(*self.members(is_wrong), asked)
+        launch.is_wrong = is_wrong
+
+    def start_stray(self, members: list[Machine], saves: int) -> None:
+        """A launch of the same job beside it: somebody tries something out, or a debug run."""
+        shares = [self.world.rng.randint(1, 2) for _ in members]
+        self._launch(members, shares, False).stray_saves = saves
+
+    def _launch(self, members: list[Machine], shares: list[int], asked: bool) -> SimLaunch:
         world, rng = self.world, self.world.rng
-        members, shares = self.members()
         for machine in members:
             world.start_agent(machine)
         clock = _EPOCH_ZERO + int(world.now * 1000)
@@ -171,10 +220,12 @@ class Job:
             keep_memory=world.swarm.keep,
         )
         self.launches.append(launch)
+        world.truth.launch_of[launch.id] = launch
         if world.trace:
             world.say(f"launch {launch.number} (epoch {epoch}) on {members}{', to go back' if asked else ''}")
         for machine in members:
             self.after(0.05 * rng.random(), self._begin, launch, machine)
+        return launch
 
     def after(self, delay: float, action, *arguments) -> None:
         self.world.after(delay, action, *arguments)
@@ -230,38 +281,95 @@ class Job:
             self._choose(launch)
 
     def _choose(self, launch: SimLaunch) -> None:
-        world = self.world
+        world, rng = self.world, self.world.rng
         inventory = merge([m.name for m in launch.members], [launch.inventories[m] for m in launch.members])
+        found = self._pick(launch, inventory)
+        if found is None:
+            self.kill(launch)  # a person has to think about it
+            return
+        picked, choice = found
+        if not inventory.is_empty and not choice.candidates and not choice.passed_over:
+            raise Violation("NO-FRESH-START", f"launch {launch.number} passes shards over in silence")
+        chosen = self._newest_readable(launch, choice)
+        if world.trace:
+            world.say(f"launch {launch.number} picks {chosen}, promised is {list(world.truth.promised)}")
+        world.truth.on_look(launch, chosen, launch.asked)
+        present = inventory.launches()
+        if chosen is not None:
+            launch.line = picked.line_for(launch.id, chosen.generation).compacted(present, world.swarm.most_listed)
+            launch.base, launch.step = chosen, chosen.generation.step
+            launch.knows = self._known(launch, picked, inventory) | {chosen.launch}
+        elif choice.candidates or choice.passed_over:
+            world.probes.add("nothing usable")
+            if launch.asked or launch.stray_saves is not None or (world.faults_on and rng.random() < 0.5):
+                self.kill(launch)
+                return
+            picked = anew(inventory.lines, present)
+            launch.asked = launch.starts_fresh = True
+            launch.line = picked.line_for(launch.id, None).compacted(present, world.swarm.most_listed)
+            launch.knows = self._known(launch, picked, inventory)
+            world.probes.add("a person starts anew")
+        else:
+            launch.line = begun(launch.id)
+        world.truth.on_choice(launch, launch.asked)
+        if launch.line.floor is not None:
+            world.probes.add("a line has a floor")
+        launch.phase = Phase.CLAIMING
+        if chosen is None and not self.stray_claims and not (launch.starts_fresh and rng.random() < 0.5):
+            self._run(launch)
+            return
+        for machine in launch.members:
+            self.after(0.1 * rng.random(), self._put_line, launch, machine)
+
+    def _pick(self, launch: SimLaunch, inventory: Inventory) -> tuple[Pick, Choice] | None:
+        """The history to go on with, and what may be loaded of it. None: a person could not say."""
+        world, rng = self.world, self.world.rng
+        facts = (inventory.lines, whole(inventory), inventory.launches())
+        step: int | None = None
         try:
-            choice = choose(inventory, None)
-            if launch.asked and len(choice.candidates) > 1:
-                choice = choose(inventory, world.rng.choice(choice.candidates).step)
+            picked = pick(*facts)
+            candidates = choose(inventory, None, picked).candidates
+            if launch.asked and inventory.lines and rng.random() < 0.2:
+                world.probes.add("a person goes back to a history by its name")
+                picked = pick(*facts, history=name_of(rng.choice(inventory.lines).head))
+            elif launch.asked and len(candidates) > 1:
+                step = rng.choice(candidates).step
+                picked = pick(*facts, step=step)
             else:
                 launch.asked = False
         except AmbiguousHistoryError as error:
-            raise Violation("ONE-HISTORY", f"launch {launch.number}: {error.message}") from error
-        if not inventory.is_empty and not choice.candidates and not choice.passed_over:
-            raise Violation("NO-FRESH-START", f"launch {launch.number} passes shards over in silence")
-        chosen = None
+            if step is None:
+                world.truth.on_ambiguous(launch)
+            if world.faults_on and rng.random() < 0.5:
+                return None
+            launch.asked, step = True, None
+            picked = pick(*facts, history=rng.choice(error.fields["histories"]))
+            world.probes.add("a person chooses between two histories")
+        except NotFoundError:
+            return None
+        return picked, choose(inventory, step, picked)
+
+    def _known(self, launch: SimLaunch, picked: Pick, inventory: Inventory) -> set[SimLaunch]:
+        """What a launch that goes on with this history knows of, as far as anything there can tell."""
+        truth = self.world.truth
+        known = {truth.launch_of[one] for one in picked.given_up}
+        if picked.line is not None:
+            head = truth.launch_of[picked.line.head]
+            has_line = any(line.head == head.id for line in inventory.lines)
+            known |= {head} | (head.knows if has_line else set())
+        # Of two launches of one moment the older one may see the newer one's line; it is refused then.
+        return {one for one in known if one.order < launch.order}
+
+    def _newest_readable(self, launch: SimLaunch, choice: Choice, *, only_looks: bool = False) -> Instance | None:
         for index, generation in enumerate(choice.candidates):
-            chosen = self._read(launch, generation)
+            chosen = self._read(launch, generation, only_looks)
             if chosen is not None:
                 if index:
-                    world.probes.add("stepped back at load")
-                break
-        if chosen is None and (choice.candidates or choice.passed_over):
-            world.probes.add("nothing usable")
-        if world.trace:
-            world.say(f"launch {launch.number} picks {chosen}, promised is {world.truth.promised}")
-        world.truth.on_choice(launch, launch.members, chosen, launch.asked)
-        launch.base = chosen
-        launch.step = chosen.generation.step if chosen is not None else -1
-        launch.fence = Fence(launch.step, launch.id.epoch, launch.id.nonce)
-        launch.phase = Phase.FENCING
-        for machine in launch.members:
-            self.after(0.1 * world.rng.random(), self._put_fence, launch, machine)
+                    self.world.probes.add("stepped back at load")
+                return chosen
+        return None
 
-    def _read(self, launch: SimLaunch, generation: Generation) -> Instance | None:
+    def _read(self, launch: SimLaunch, generation: Generation, only_looks: bool) -> Instance | None:
         """Verifies one candidate; bad copies are set aside, and their agents hear of it."""
         instances: set[Instance] = set()
         ranks: set[int] = set()
@@ -274,33 +382,64 @@ class Job:
                 if file.good:
                     instances.add(file.instance)
                     ranks.add(shard.rank)
-                elif machine.core is not None and not self.world.is_paused(machine):
+                elif not only_looks and machine.core is not None and not self.world.is_paused(machine):
                     self.world.probes.add("a load finds a bad copy")
                     self.world.feed(machine, Rotten(shard, "crc"))
         if len(instances) > 1:
             raise Violation("NEVER-MIX", f"launch {launch.number}: {generation} is made of {instances}")
         return instances.pop() if len(ranks) == world_size and instances else None
 
-    def _put_fence(self, launch: SimLaunch, machine: Machine) -> None:
-        if launch.phase is not Phase.FENCING:
+    def evaluate(self, members: list[Machine]) -> None:
+        """A load that only reads, beside whatever runs there: an evaluation."""
+        world = self.world
+        reader = SimLaunch(0, Launch(1 << 40, self.nonce_of()), members, [1] * len(members), False)
+        before = [_contents(machine) for machine in members]
+        inventory = merge([m.name for m in members], [m.inventory() for m in members])
+        facts = (inventory.lines, whole(inventory), inventory.launches())
+        try:
+            picked = pick(*facts)
+        except AmbiguousHistoryError:
+            world.truth.on_ambiguous(reader)
+            return
+        chosen = self._newest_readable(reader, choose(inventory, None, picked), only_looks=True)
+        world.truth.on_look(reader, chosen, False)
+        if chosen is not None:
+            world.probes.add("an evaluation loads")
+            if self.reader_claims:
+                reader.line, reader.base = picked.line_for(reader.id, chosen.generation), chosen
+                for machine in members:
+                    self._put(reader, machine)
+        if before != [_contents(machine) for machine in members]:
+            raise Violation("READ-ONLY", f"an evaluation on {members} changed something")
+
+    def _put_line(self, launch: SimLaunch, machine: Machine) -> None:
+        if launch.phase is not Phase.CLAIMING:
             return
         if not self._reach(launch, machine):
-            self.after(self._again(machine), self._put_fence, launch, machine)
+            self.after(self._again(machine), self._put_line, launch, machine)
             return
+        done = self._put(launch, machine)
+        if done is None:
+            self.after(0.25, self._put_line, launch, machine)
+        elif done:
+            launch.claimed.add(machine)
+            if len(launch.claimed) == len(launch.members) or self.claims_once:
+                self._run(launch)
+
+    def _put(self, launch: SimLaunch, machine: Machine) -> bool | None:
+        """Put a launch's line on a node. False: the launch was overtaken, and ends. None: the agent died."""
         base = launch.base.generation if launch.base is not None else None
-        effects = self.world.feed(machine, FencePut(launch.id, launch.fence, base))
-        if effects is None:
-            self.after(0.25, self._put_fence, launch, machine)
-            return
-        if any(isinstance(effect, RefuseFenced) for effect in effects):
-            self.world.probes.add("a fence of an overtaken launch is refused")
+        effects: list[Effect] | None = self.world.feed(machine, LinePut(launch.id, launch.line, base))
+        if effects is not None and any(isinstance(effect, RefuseFenced) for effect in effects):
+            self.world.probes.add("a line of an overtaken launch is refused")
             self.kill(launch)
-            return
-        launch.fenced.add(machine)
-        if len(launch.fenced) == len(launch.members):
-            launch.phase = Phase.RUNNING
-            self.world.truth.on_running(launch)
-            self._plan_save(launch)
+            return False
+        return None if effects is None else True
+
+    def _run(self, launch: SimLaunch) -> None:
+        launch.phase = Phase.RUNNING
+        self.world.truth.on_running(launch)
+        self._plan_save(launch)
 
     def check_put(self, machine: Machine, put: PutOpen) -> None:
         """Of older launches only what this one has loaded is copied any more."""
@@ -328,7 +467,7 @@ class Job:
 
     def _relaunch(self, launch: SimLaunch) -> None:
         if launch is self.newest:
-            self.start(asked=self.world.swarm.rollback and self.world.faults_on and self.world.rng.random() < 0.9)
+            self.start(asked=self.world.swarm.rollback and self.world.faults_on and self.world.rng.random() < 0.5)
 
     def _end_lease(self, launch: SimLaunch, rank: int) -> None:
         """The agent notices that a trainer is gone. First it looks for what that one sealed without saying so."""
@@ -372,7 +511,11 @@ class Job:
     def _save(self, launch: SimLaunch) -> None:
         world = self.world
         launch.is_planned = False
-        if launch.phase is not Phase.RUNNING or world.swarm.stopped or launch.hangs:
+        is_stopped = world.swarm.stopped and launch.stray_saves is None
+        if launch.phase is not Phase.RUNNING or is_stopped or launch.hangs:
+            return
+        if launch.stray_saves is not None and launch.saves >= launch.stray_saves:
+            self.after(0.5 * world.rng.random(), self.kill, launch)
             return
         if world.faults_on and launch.saves >= world.swarm.most_saves:
             launch.is_planned = True
@@ -387,7 +530,8 @@ class Job:
         generation = Generation(launch.id.epoch, launch.id.nonce, launch.step, launch.seq)
         instance = Instance(launch, generation, launch.saves)
         self.world.truth.instances[generation] = instance
-        self.latest = instance
+        if launch is self.newest:
+            self.latest = instance
         if self.world.trace:
             self.world.say(f"save {instance}")
         launch.busy = set(launch.alive)
@@ -407,6 +551,9 @@ class Job:
             else:
                 self._gave_up(launch, rank, instance)
             return
+        if not self._claim(launch, machine):
+            self.after(0.25, self._want, launch, rank, instance, tries)
+            return
         self._number += 1
         wait = world.swarm.waits * world.rng.random()
         now = world.now + machine.offset
@@ -414,6 +561,16 @@ class Job:
         self.requests[self._number] = _Request(launch, rank, instance, machine, now + wait)
         event = SlotWanted(self._number, launch.lease(rank), shard, may_wait=wait > 0, deadline=now + wait)
         world.feed(machine, event)
+
+    def _claim(self, launch: SimLaunch, machine: Machine) -> bool:
+        """Before the first shard of a launch that has loaded nothing. False: not yet, or never."""
+        in_force = machine.line
+        if launch.base is not None or (in_force is not None and in_force.head == launch.id):
+            return True
+        if in_force is not None and launch.id.is_older_than(in_force.head):
+            self.kill(launch)
+            return False
+        return self._put(launch, machine) is True
 
     def agent_crashed(self, machine: Machine) -> None:
         """Requests end with the connection; trainers ask again."""
@@ -538,3 +695,10 @@ class Job:
 
     def on_notify(self, machine: Machine, effect: Notify) -> None:
         self.resolved.add((machine.name, effect.generation))
+
+
+def _contents(machine: Machine) -> tuple[object, ...]:
+    """What a load that only reads must not change."""
+    core = machine.core
+    lines = None if core is None else (core.lines, core.session, core.records, frozenset(core.held))
+    return dict(machine.lines), set(machine.files), machine.session, machine.records, machine.quarantined, lines

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from flashckpt.agent.messages import Started
+from flashckpt.line import by_head, launch_of, newer, order
 from flashckpt.load.inventory import encode
 from flashckpt.types import Holding, Level, NodeInventory
 
 if TYPE_CHECKING:
     from flashckpt.agent.core import AgentCore
-    from flashckpt.types import Fence, Generation, Held, Launch, Record, Session, ShardId
+    from flashckpt.line import Line
+    from flashckpt.types import Generation, Held, Launch, Record, Session, ShardId
     from tests.sim.truth import Instance
 
 
@@ -37,7 +39,7 @@ class Machine:
         self.isolated = False  # cut off from everybody, with its memory
         # the directory
         self.files: dict[ShardId, File] = {}
-        self.fence: Fence | None = None
+        self.lines: dict[Launch, Line] = {}  # by head
         self.records: tuple[Record, ...] = ()
         self.session: Session | None = None
         self.base: Generation | None = None  # what the session has loaded
@@ -55,20 +57,37 @@ class Machine:
     def started(self) -> Started:
         """What an agent finds that looks into the directory."""
         held = tuple(file.held for file in self.files.values())
-        return Started(held, self.fence, self.records, self.session, self.base)
+        return Started(held, tuple(by_head(self.lines.values()).values()), self.records, self.session, self.base)
 
     def wipe(self) -> None:
         """Its memory is gone."""
         self.files.clear()
-        self.session, self.base, self.fence, self.records = None, None, None, ()
+        self.lines.clear()
+        self.session, self.base, self.records = None, None, ()
+
+    @property
+    def line(self) -> Line | None:
+        """In force."""
+        return max(self.lines.values(), key=lambda line: order(line.head), default=None)
+
+    def keep_line(self, line: Line) -> None:
+        """Write a line as `store/lines.py` does: join it with what is there of its launch, and remove idle ones."""
+        joined = newer(self.lines.get(line.head), line)
+        if joined is not None:
+            self.lines[line.head] = joined
+        in_force = self.line
+        present = {launch_of(shard.generation) for shard in self.files}
+        for head, one in list(self.lines.items()):
+            idle = head not in present and in_force is not None and head != in_force.head
+            if idle and in_force.supersedes(one):
+                del self.lines[head]
 
     def standing(self) -> tuple[int, int]:
         """The newest launch that the directory knows of."""
         known = [(0, 0)]
         if self.session is not None:
             known.append((self.session.launch.epoch, self.session.launch.nonce))
-        if self.fence is not None:
-            known.append((self.fence.epoch, self.fence.nonce))
+        known += [order(head) for head in self.lines]
         return max(known)
 
     def highest_epoch(self) -> int:
@@ -84,10 +103,9 @@ class Machine:
             Holding(file.held, Level.REPLICATED if shard.generation in recorded else Level.SEALED, verified=False)
             for shard, file in self.files.items()
         )
-        return encode(NodeInventory(self.name, holdings, self.fence, self.quarantined, (), ()))
+        lines = self.core.lines if self.core is not None else tuple(by_head(self.lines.values()).values())
+        return encode(NodeInventory(self.name, holdings, lines, self.quarantined, (), ()))
 
-    def hear(self, launch: Launch | None, fence: Fence | None) -> None:
-        if launch is not None and (launch.epoch, launch.nonce) > self.heard:
-            self.heard = (launch.epoch, launch.nonce)
-        if fence is not None and (fence.epoch, fence.nonce) > self.heard:
-            self.heard = (fence.epoch, fence.nonce)
+    def hear(self, launch: Launch | None, line: Line | None) -> None:
+        heads = (launch, line.head if line is not None else None)
+        self.heard = max([self.heard, *(order(one) for one in heads if one is not None)])

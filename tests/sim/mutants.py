@@ -7,11 +7,11 @@ no switch for them. Some take back what the simulator itself has found once.
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from flashckpt.agent import committing, copying, core, ledger
-from flashckpt.agent.commit import abandoned_by, launch_of
+from flashckpt.agent.commit import abandoned_by, droppable
 from flashckpt.agent.committing import Committing
 from flashckpt.agent.core import AgentCore
 from flashckpt.agent.duties import Duties
@@ -20,11 +20,11 @@ from flashckpt.agent.healing import Healing
 from flashckpt.agent.ledger import Ledger
 from flashckpt.agent.messages import (
     Decline,
-    FencePut,
     Grant,
-    KeepFence,
+    KeepLine,
     KeepRecord,
     KeepSession,
+    LinePut,
     Pushed,
     PushEnd,
     PutAsked,
@@ -37,8 +37,12 @@ from flashckpt.agent.releasing import Releasing
 from flashckpt.agent.replicating import Replicating
 from flashckpt.agent.standing import Standing
 from flashckpt.agent.talking import Talking
+from flashckpt.errors import AmbiguousHistoryError
+from flashckpt.line import KEPT, NOTHING, Ancestor, Line, launch_of
+from flashckpt.load.histories import pick
 from flashckpt.types import Launch, age_order
 from flashckpt.wire import Lost, PutHave, Report
+from tests.sim import job
 from tests.sim.swarm import Outcome, run
 
 if TYPE_CHECKING:
@@ -49,13 +53,16 @@ if TYPE_CHECKING:
     from tests.sim.world import World
 
 
+_cut, _continued, _compacted, _with_older = Line.cut, Line.continued, Line.compacted, Line.with_older
+
+
 @dataclass(frozen=True, slots=True)
 class Mutant:
     """`seed` is a history that notices it, and that the real core passes."""
 
     core: type[AgentCore] = AgentCore
     part: type | None = None  # a subclass that takes the place of one of the core's parts
-    replace: tuple[tuple[ModuleType, str, Any], ...] = ()
+    replace: tuple[tuple[ModuleType | type, str, Any], ...] = ()
     adjust: Callable[[World], None] | None = None
     seed: int = 0
 
@@ -105,14 +112,14 @@ class _ZombieAccepted(Standing):
         return False
 
 
-class _NoFence(AgentCore):
-    """Neither keeps nor adopts fences."""
+class _NoLine(AgentCore):
+    """Neither keeps nor adopts lines."""
 
-    def _learn(self, launch, fence) -> None:
+    def _learn(self, launch, line) -> None:
         super()._learn(launch, None)
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        return [effect for effect in super().handle(event, now) if not isinstance(effect, KeepFence)]
+        return [effect for effect in super().handle(event, now) if not isinstance(effect, KeepLine)]
 
 
 class _DropsAcked(AgentCore):
@@ -144,7 +151,7 @@ class _BaseLicensesGc(AgentCore):
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         effects = super().handle(event, now)
-        if isinstance(event, FencePut) and self.base is not None and self.base == event.base:
+        if isinstance(event, LinePut) and self.base is not None and self.base == event.base:
             for shard in [s for s in self.held if age_order(s.generation) < age_order(self.base)]:
                 del self.held[shard]
                 effects.append(Release(shard, "older than what was loaded"))
@@ -166,7 +173,7 @@ class _ForgetsRecords(AgentCore):
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         if isinstance(event, Started):
-            event = Started(event.held, event.fence, (), event.session)
+            event = Started(event.held, event.lines, (), event.session)
         return super().handle(event, now)
 
 
@@ -245,14 +252,31 @@ class _AcksOfDeadLaunches(Standing):
         return False
 
 
-class _LateFence(Standing):
-    """Adopts fences of launches that have been overtaken."""
+class _LateLine(Standing):
+    """Adopts lines of launches that have been overtaken."""
 
-    def learn(self, launch, fence) -> list[Effect]:
-        effects = super().learn(launch, fence)
-        if fence is not None and (self.fence is None or self.fence.epoch < fence.epoch):
-            self.fence = fence
-            effects.append(KeepFence(fence))
+    def learn(self, launch, line) -> list[Effect]:
+        effects = super().learn(launch, line)
+        if line is not None and (self.line is None or self.line.head.is_older_than(line.head)):
+            self.line = self._lines[line.head] = line
+            effects.append(KeepLine(line))
+        return effects
+
+
+class _LearnsNoLine(AgentCore):
+    """Takes lines from its own trainers only: a node that was away does not hear what was abandoned."""
+
+    def _learn(self, launch, line) -> None:
+        mine = self.session is not None and line is not None and line.head == self.session.launch
+        super()._learn(launch, line if mine else None)
+
+
+class _KeepsOneLine(Standing):
+    """Forgets the line of another history when it gets one."""
+
+    def learn(self, launch, line) -> list[Effect]:
+        effects = super().learn(launch, line)
+        self._lines = {} if self.line is None else {self.line.head: self.line}
         return effects
 
 
@@ -337,8 +361,8 @@ def _trusts_for_ever(generation, sealed, reached, patience):
     return abandoned_by(generation, sealed, reached, 1e9)
 
 
-def _any_record(records, session, fence):
-    alive = [r for r in records if not (fence is not None and fence.kills(r.generation))]
+def _any_record(records, session, line):
+    alive = [r for r in records if not (line is not None and line.kills(r.generation))]
     return max(alive, key=lambda record: age_order(record.generation), default=None) if session is not None else None
 
 
@@ -348,6 +372,64 @@ def _records_by_step(records):
 
 def _without_one(reported, world):
     return [] if len(reported) >= max(1, world - 1) else [0]
+
+
+def _frees_others(generation, record, line, voids, base, root=None):
+    """A record frees whatever is older."""
+    why = droppable(generation, record, line, voids, base, root)
+    is_older = record is not None and age_order(generation) < age_order(record.generation)
+    return why or ("older" if is_older and generation not in record.keeps and generation != base else "")
+
+
+def _kills_unknown(line, launch, root=None):
+    """What a line does not list is abandoned where it is older, as by a fence."""
+    known = _cut(line, launch, root)
+    return NOTHING if known is None and launch.is_older_than(line.head) else known
+
+
+def _floor_ignores_root(line, launch, root=None):
+    return _cut(line, launch, None)
+
+
+def _only_newest_cut(line, head, base, given_up=(), others=()):
+    """Lists only the launch that was loaded."""
+    return Line(head, line.root, (Ancestor(launch_of(base), base.step),), None)
+
+
+def _forgets_given_up(line, head, base, given_up=(), others=()):
+    return _continued(line, head, base)
+
+
+def _folds_others(line, present=(), most=KEPT):
+    """The roots of histories that were given up are folded like others."""
+    plain = tuple(Ancestor(one.launch, max(one.step, NOTHING)) for one in line.listed)
+    return _compacted(replace(line, listed=plain), present, most)
+
+
+def _loses_floor(line, other):
+    """Takes the floor of any line that it goes on from."""
+    found = _with_older(line, other)
+    return found if found is line else replace(found, floor=other.floor)
+
+
+def _newest_wins(lines, whole, known=(), *, step=None, history=None):
+    """Two histories: the newest is taken, and nobody is asked."""
+    try:
+        return pick(lines, whole, known, step=step, history=history)
+    except AmbiguousHistoryError as error:
+        return pick(lines, whole, known, history=error.fields["histories"][-1])
+
+
+def _stray_claims(world: World) -> None:
+    world.job.stray_claims = True
+
+
+def _line_on_one_node(world: World) -> None:
+    world.job.claims_once = True
+
+
+def _reader_claims(world: World) -> None:
+    world.job.reader_claims = True
 
 
 def _no_nonce(world: World) -> None:
@@ -364,27 +446,38 @@ def _lease_ends_first(world: World) -> None:
 
 
 MUTANTS: dict[str, Mutant] = {
-    "all_coordinate": Mutant(part=_AllCoordinate, seed=97),
+    "all_coordinate": Mutant(part=_AllCoordinate, seed=285),
     "announce_before_record": Mutant(_AnnounceFirst, seed=0),
-    "base_licenses_gc": Mutant(_BaseLicensesGc, seed=15),
+    "base_licenses_gc": Mutant(_BaseLicensesGc, seed=36),
     "commit_before_ack": Mutant(part=_CommitBeforeAck, seed=0),
     "commit_without_one_rank": Mutant(replace=((committing, "missing_ranks", _without_one),), seed=0),
     "deaf_to_loss": Mutant(part=_DeafToLoss, seed=36),
     "drop_acked_replica": Mutant(_DropsAcked, seed=0),
-    "counts_the_silent": Mutant(replace=((copying, "Healing", _CountsTheSilent),), seed=124),
+    "counts_the_silent": Mutant(replace=((copying, "Healing", _CountsTheSilent),), seed=204),
     "early_gc": Mutant(part=_EarlyGc, seed=0),
-    "heals_the_dead": Mutant(_HealsTheDead, _KeepsTheDead, seed=708),
+    "heals_the_dead": Mutant(_HealsTheDead, _KeepsTheDead, seed=1069),
     "moves_what_it_heals": Mutant(_MovesWhatItHeals, seed=17),
-    "only_the_coordinator_heals": Mutant(part=_OnlyTheCoordinatorHeals, seed=173),
-    "fenced_goes_on": Mutant(part=_AcksOfDeadLaunches, seed=74),
-    "forgets_records": Mutant(_ForgetsRecords, seed=93),
+    "only_the_coordinator_heals": Mutant(part=_OnlyTheCoordinatorHeals, seed=506),
+    "fenced_goes_on": Mutant(part=_AcksOfDeadLaunches, seed=84),
+    "forgets_records": Mutant(_ForgetsRecords, seed=119),
     "forgets_session": Mutant(_ForgetsSession, seed=5),
     "has_everything": Mutant(_HasEverything, seed=0),
-    "late_fence": Mutant(part=_LateFence, seed=2089),
-    "no_fence": Mutant(_NoFence, seed=65),
-    "no_nonce": Mutant(adjust=_no_nonce, seed=4),
+    "late_line": Mutant(part=_LateLine, seed=74),
+    "no_line": Mutant(_NoLine, seed=1),
+    "a_stray_launch_claims": Mutant(adjust=_stray_claims, seed=0),
+    "a_reader_claims": Mutant(adjust=_reader_claims, seed=1),
+    "keeps_one_line": Mutant(part=_KeepsOneLine, seed=232),
+    "a_record_frees_others": Mutant(replace=((ledger, "droppable", _frees_others),), seed=26),
+    "kills_the_unknown": Mutant(replace=((Line, "cut", _kills_unknown),), seed=0),
+    "floor_ignores_root": Mutant(replace=((Line, "cut", _floor_ignores_root),), seed=21),
+    "only_the_newest_cut": Mutant(replace=((Line, "continued", _only_newest_cut),), seed=1),
+    "forgets_who_was_given_up": Mutant(replace=((Line, "continued", _forgets_given_up),), seed=74),
+    "folds_other_roots": Mutant(replace=((Line, "compacted", _folds_others),), seed=8),
+    "loses_the_floor": Mutant(replace=((Line, "with_older", _loses_floor),), seed=272),
+    "newest_history_wins": Mutant(replace=((job, "pick", _newest_wins),), seed=98),
+    "no_nonce": Mutant(adjust=_no_nonce, seed=16),
     "nobody_goes_on": Mutant(
-        replace=((committing, "abandoned_by", lambda generation, sealed, reached, patience: None),), seed=211
+        replace=((committing, "abandoned_by", lambda generation, sealed, reached, patience: None),), seed=341
     ),
     "pushes_once": Mutant(part=_PushesOnce, seed=9),
     "records_by_step": Mutant(replace=((ledger, "_newest_records", _records_by_step),), seed=883),
@@ -393,15 +486,25 @@ MUTANTS: dict[str, Mutant] = {
     "void_after_commit": Mutant(part=_CommitsAgainstVoid, seed=2679),
     "void_after_report": Mutant(part=_VoidAfterReport, seed=2679),
     "waits_for_ever": Mutant(part=_NeverTiresOfWaiting, seed=9),
-    "zombie_accepted": Mutant(part=_ZombieAccepted, seed=1),
+    "zombie_accepted": Mutant(part=_ZombieAccepted, seed=6),
 }
 
 # Not counted, with the reason.
 SURVIVORS: dict[str, tuple[Mutant, str]] = {
     "epoch_reused": (
         Mutant(adjust=_epoch_reused),
-        "too rare since fences and ages compare nonces too, which decides every second case rightly by chance; the "
+        "too rare since lines and ages compare nonces too, which decides every second case rightly by chance; the "
         "exhaustive model kills it (spec/)",
+    ),
+    "line_on_one_node": (
+        Mutant(adjust=_line_on_one_node),
+        "too rare: nodes adopt the line from the first message of their session; the node that has it would have to be "
+        "lost before it has said anything",
+    ),
+    "learns_no_line": (
+        Mutant(_LearnsNoLine),
+        "equivalent: the launch that takes a node in puts its line there, whatever the node missed; until then it only "
+        "keeps longer what it might free",
     ),
     "blind_to_splits_at_start": (
         Mutant(_BlindToSplitsAtStart),
@@ -419,7 +522,7 @@ SURVIVORS: dict[str, tuple[Mutant, str]] = {
     "old_records_license_gc": (
         Mutant(replace=((ledger, "threshold", _any_record),)),
         "equivalent: what a record of an earlier launch would bury, its own node dropped when it took the record; and "
-        "the fence kills records above what is loaded before anything newer can lie beside them",
+        "the line kills records above what is loaded before anything newer can lie beside them",
     ),
     "lease_ends_before_the_look": (
         Mutant(adjust=_lease_ends_first),

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from flashckpt.agent.core import AgentCore
+from flashckpt.line import KEPT
 from tests.sim.faults import FAULTS
 from tests.sim.job import Job
 from tests.sim.truth import Violation
@@ -53,6 +54,7 @@ class Swarm:
     clock_lags: bool
     rollback: bool
     heals_first: bool  # redundancy has to return before the next save
+    most_listed: int  # launches that a line lists of which nothing is left
     scans_first: bool = True
     stopped: bool = False  # no new saves
 
@@ -95,6 +97,7 @@ def draw(rng: random.Random) -> Swarm:
         clock_lags=rng.random() < 0.3,
         rollback=rng.random() < 0.3,
         heals_first=rng.random() < 0.4,
+        most_listed=rng.choice((1, 2, 3, KEPT)),
     )
 
 
@@ -221,7 +224,7 @@ def _lacking(world: World, launch: SimLaunch) -> list[str]:
     """Shards of what is kept that have fewer copies than they could have."""
     kept = launch.newest or launch.base
     live = [m for m in launch.members if m.core is not None]
-    if kept is None:
+    if kept is None or any(m.core.is_fenced for m in live):
         return []
     copies = {rank: [m for m in live if world.truth.is_good(m, kept, rank)] for rank in range(kept.launch.world)}
     goal = min(world.swarm.replicas + 1, len(live))
@@ -257,7 +260,11 @@ def _unfinished(world: World, job: Job) -> list[str]:
         if set(core.held) != set(machine.files):
             found.append(f"{machine} holds other shards than it believes")
         for shard, file in machine.files.items():
-            older = file.instance.launch is not launch or file.instance.place < launch.newest.place
+            older = file.instance.launch in launch.knows or (
+                file.instance.launch is launch and file.instance.place < launch.newest.place
+            )
+            if not older and file.instance.launch is not launch:
+                continue  # another history's: it stays until a person chooses
             kept = core.threshold.keeps if core.threshold is not None else ()
             if older and shard.generation not in kept:
                 found.append(f"{machine} still holds rank {shard.rank} of {file.instance}")

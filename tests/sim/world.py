@@ -19,12 +19,12 @@ from flashckpt.agent.messages import (
     Answered,
     Begun,
     Decline,
-    FencePut,
     Gone,
     Grant,
-    KeepFence,
+    KeepLine,
     KeepRecord,
     KeepSession,
+    LinePut,
     Notify,
     Push,
     Pushed,
@@ -210,8 +210,8 @@ class World:
             self.probes.add("crash between a record and its announcement")
         if Release in done and Release in left:
             self.probes.add("crash between two releases")
-        if KeepFence in done and Release in left:
-            self.probes.add("crash between a fence and its releases")
+        if KeepLine in done and Release in left:
+            self.probes.add("crash between a line and its releases")
 
     def allow_crashes_between_effects(self, probability: float) -> None:
         self._crash_points = probability
@@ -221,8 +221,11 @@ class World:
     def _keep_session(self, machine: Machine, effect: KeepSession) -> None:
         machine.session, machine.base = effect.session, effect.base
 
-    def _keep_fence(self, machine: Machine, effect: KeepFence) -> None:
-        machine.fence = effect.fence
+    def _keep_line(self, machine: Machine, effect: KeepLine) -> None:
+        self.truth.on_line(machine, effect.line)
+        machine.keep_line(effect.line)
+        if self.trace:
+            self.say(f"{machine}: keeps {self.truth.describe(effect.line)}")
 
     def _keep_record(self, machine: Machine, effect: KeepRecord) -> None:
         kept = [one for one in machine.records if one.generation != effect.record.generation]
@@ -282,7 +285,7 @@ class World:
         if type(body) is not Beat and type(body) is not Holds:
             self._note_news(machine)
             self._probe_body(machine, body)
-        envelope = Envelope(machine.name, core.session.launch, core.fence, body)
+        envelope = Envelope(machine.name, core.session.launch, core.line, body)
         target = self.by_name[effect.node_id]
         self.after(self.delay(), self._arrive, machine, machine.incarnation, target, target.incarnation, envelope)
         if self.faults_on and self.swarm.duplicates and self.rng.random() < self.swarm.duplicates:
@@ -334,7 +337,7 @@ class World:
         self._probe_push(core, effect)
         target = self.by_name[effect.node_id]
         put = PutOpen(
-            machine.name, core.session.launch, core.fence, held.shard, held.tag, held.digest, held.size_bytes, 64
+            machine.name, core.session.launch, core.line, held.shard, held.tag, held.digest, held.size_bytes, 64
         )
         self.after(self.delay(), self._put_asked, machine, machine.incarnation, target, target.incarnation, put, held)
 
@@ -374,7 +377,7 @@ class World:
             if refused.retry:
                 self.probes.add("push put off")
             event = Pushed(
-                held.shard, target.name, end, reason=refused.reason, launch=refused.launch, fence=refused.fence
+                held.shard, target.name, end, reason=refused.reason, launch=refused.launch, line=refused.line
             )
             self.after(self.delay(), self.deliver, source, incarnation, event)
 
@@ -470,7 +473,7 @@ def _launch_in(event: Event) -> tuple[int, int] | None:
         return event.envelope.launch.epoch, event.envelope.launch.nonce
     if type(event) is Begun:
         return event.session.launch.epoch, event.session.launch.nonce
-    if type(event) is FencePut:
+    if type(event) is LinePut:
         return event.launch.epoch, event.launch.nonce
     return None
 
@@ -478,24 +481,24 @@ def _launch_in(event: Event) -> tuple[int, int] | None:
 def _hear(machine: Machine, event: Event) -> None:
     kind = type(event)
     if kind is Told:
-        machine.hear(event.envelope.launch, event.envelope.fence)
+        machine.hear(event.envelope.launch, event.envelope.line)
     elif kind is PutAsked:
-        machine.hear(event.put.launch, event.put.fence)
+        machine.hear(event.put.launch, event.put.line)
     elif kind is Answered:
-        machine.hear(event.answer.launch, event.answer.fence)
+        machine.hear(event.answer.launch, event.answer.line)
     elif kind is Pushed:
-        machine.hear(event.launch, event.fence)
+        machine.hear(event.launch, event.line)
     elif kind is Begun:
         machine.hear(event.session.launch, None)
-    elif kind is FencePut:
-        machine.hear(event.launch, event.fence)
+    elif kind is LinePut:
+        machine.hear(event.launch, event.line)
 
 
 def _state_of(core: AgentCore) -> tuple[object, ...]:
     """What no message of a dead launch may change."""
     return (
         core.session,
-        core.fence,
+        core.line,
         core.records,
         frozenset(core.held),
         frozenset(core.voids),
@@ -506,7 +509,7 @@ def _state_of(core: AgentCore) -> tuple[object, ...]:
 
 _EXECUTE: dict[type, Callable[[World, Machine, Any], None]] = {
     KeepSession: World._keep_session,
-    KeepFence: World._keep_fence,
+    KeepLine: World._keep_line,
     KeepRecord: World._keep_record,
     Release: World._release,
     Quarantine: World._quarantine,
