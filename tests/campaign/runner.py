@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from flashckpt.agent.start import look
@@ -288,6 +288,9 @@ class World:
         self.report.recoveries[source + how] += 1
         problems = []
         if not ranks.spec["fresh"] or code is not None:
+            if step is not None and code is not None:
+                # Older ones go at any time, once a newer one is committed.
+                facts = replace(facts, complete=facts.complete & self.facts(ranks.nodes).complete)
             problems = oracle.judge(mark, facts, code=code, step=step, history=chosen, names=names)
         for problem in problems:
             reasons = [event.get("message", "")[:600] or event.get("stepped_over", "") for event in said.values()][:1]
@@ -382,7 +385,7 @@ class World:
         disk = None
         if self.schedule.persist if persist is None else persist:
             disk, there = self.on_disk()
-            complete, known, anything = complete | disk, known | there, anything or any(self.persist_dir.iterdir())
+            complete, known, anything = complete | disk, known | there, anything or bool(disk)
         nobody_is_away = not any(_is_on(one, everywhere - indices) for one in needed)
         return Facts(
             0 < self.copies >= self.losses and nobody_is_away,
@@ -744,6 +747,7 @@ class World:
         """True where that was possible."""
         if self.is_broken:
             return False
+        time.sleep(0.5)  # what has been committed last is followed by what goes
         facts = self.facts(self.nodes_of(episode))
         steps = self.oracle.candidates(facts.complete)
         if not steps:
