@@ -671,6 +671,8 @@ class World:
         if self.wait_loaded(ranks, self.oracle, facts):
             self.train(ranks, 0.3)
             self.wait_saves(ranks, 1)
+            if self.schedule.persist and episode.fraction * 100 % 1 < 0.5:
+                self.wait_persisted(ranks, ranks.number)
         self.end(ranks)
 
     def do_fresh(self, ranks, episode):
@@ -737,10 +739,13 @@ class World:
         self.flipped.clear()
         self.copies, self.losses = 0, 1
 
-    def wait_persisted(self, ranks):
-        """Until something of this launch is on disk, if that is at all possible."""
+    def wait_persisted(self, ranks, launch=None):
+        """Until something of the job, or of this launch, is on disk, if that is at all possible."""
         deadline = time.monotonic() + _FLUSH
-        while ranks.alive() and time.monotonic() < deadline and self.oracle.persisted is None:
+        while ranks.alive() and time.monotonic() < deadline:
+            found = self.oracle.persisted
+            if found is not None and launch in (None, found.launch):
+                return
             self.train(ranks, 0.1)
 
     def roll_back(self, episode):
