@@ -80,6 +80,7 @@ class Ranks:
     def __init__(self, directory, number, pids, nodes, spec):
         self.directory, self.number, self.pids, self.nodes, self.spec = directory, number, pids, nodes, spec
         self._read = [0] * len(pids)  # lines of each journal that were taken in
+        self.heard = []  # what it has said of its load
 
     def news(self):
         """Events that were not returned yet, of all ranks."""
@@ -88,7 +89,9 @@ class Ranks:
             lines = _lines(self.directory / f"rank{rank}.jsonl")
             found += [json.loads(line) for line in lines[self._read[rank] :]]
             self._read[rank] = len(lines)
-        return sorted(found, key=lambda event: event["time"])
+        found.sort(key=lambda event: event["time"])
+        self.heard += [event for event in found if event["event"] in ("loaded", "refused")]
+        return found
 
     def alive(self):
         return [pid for pid in self.pids if processes.state_of(pid) not in ("", "Z", "X")]
@@ -772,14 +775,23 @@ class World:
         where = nodes[:1] if alone else nodes
         persist = self.schedule.persist
         how = {"load_only": True} if episode.fraction < 0.5 else {"read_only": True}
-        before = self.lines()
+        before, wanted = self.lines(), self.oracle.required
         reader = self.launch(where, 1, episode.replicas, train=False, persist=persist, **how)
         self.train(ranks, 0.2)
         if not reader.wait(PATIENCE):
             self.violation("a read-only load beside a training did not end")
-        for event in reader.news():
-            if event["event"] == "loaded" and event["mark"] is not None and not event["intact"]:
+        self.take_all()
+        said = reader.heard
+        codes = {event["code"] for event in said if event["event"] == "refused"}
+        self.report.recoveries[f"{min(codes - {'FC-RANK-001'} or codes, default='loaded')} (evaluation)"] += 1
+        for event in said:
+            mark = event.get("mark")
+            if mark is not None and not event["intact"]:
                 self.violation(f"a reader got bytes that nobody saved: {event}")
+            elif mark is not None and not self.oracle.is_alive(self.oracle.main, mark):
+                self.violation(f"a reader got what is not of the job: {event}")
+            elif event["event"] == "loaded" and not alone and wanted and not self.oracle.is_ancestor(wanted.mark, mark):
+                self.violation(f"a reader got {event}, although {wanted} was promised")
         if before != self.lines():
             self.violation(f"a read-only load has changed lines: {before}, then {self.lines()}")
         self.check_unharmed(ranks, "a read-only load")
@@ -792,7 +804,8 @@ class World:
         self.train(ranks, 0.2)
         if not second.wait(PATIENCE):
             self.violation("a second launch beside a training did not end")
-        said = [event for event in second.news() if event["event"] in ("loaded", "refused")]
+        self.take_all()
+        said = second.heard
         if len(ranks.alive()) == len(ranks.pids) and self.report.promises > before:
             refused = {event.get("code") for event in said}
             if "FC-JOB-002" not in refused or not refused <= {"FC-JOB-002", "FC-RANK-001"}:
