@@ -100,6 +100,17 @@ class Ranks:
         for pid in self.pids if ranks is None else [self.pids[rank] for rank in ranks]:
             processes.signal_to(pid, number)
 
+    def describe(self):
+        """For a report: which nodes, what it was told to load, and what came of it."""
+        asked = {
+            name: self.spec[name] for name in ("step", "history", "fresh", "read_only", "train") if self.spec[name]
+        }
+        found = {
+            (event.get("code") or event.get("mark"), event.get("step"), event.get("source"), event.get("name"))
+            for event in self.heard
+        }
+        return f"launch {self.number} on {[node.name for node in self.nodes]} {asked}: {sorted(found, key=repr)}"
+
     def stop(self):
         (self.directory / "stop").touch()
 
@@ -160,6 +171,8 @@ class World:
                 "episode": self.episode,
                 "event": self.event,
                 "what": what,
+                "launches": [one.describe() for one in list(self.launches)],
+                "histories": [repr(one) for one in self.oracle.histories],
                 "logs": {node.name: _tail(node) for node in self.cluster.nodes},
             }
         )
@@ -252,14 +265,14 @@ class World:
         """Until all ranks have said what the load gave them; judges it. True where they go on from there. `chosen`: the
         history that was asked for; `stray`: nobody meant this launch to be the job."""
         deadline = time.monotonic() + PATIENCE
-        said = {}
+        said, early = {}, []  # early: of quick ranks, which train already
         while len(said) < len(ranks.pids):
             before = not ranks.alive()
             for event in ranks.news():
                 if event["event"] in ("loaded", "refused"):
                     said[event["rank"]] = event
                 else:
-                    self.take(ranks, oracle, event)
+                    early.append(event)
             if len(said) == len(ranks.pids):
                 break
             if before or time.monotonic() > deadline:
@@ -313,6 +326,8 @@ class World:
         if oracle is self.oracle and not (stray and mark is None):
             # A load of what had few copies left is no promise of new ones, until they are there.
             self.copies, self.losses = 0, 0
+        for event in early:
+            self.take(ranks, oracle, event)
         return True
 
     def take(self, ranks, oracle, event):
