@@ -1,6 +1,7 @@
 """Flush: one generation from sealed shards to persist_dir. Reads as the list of its stages.
 
-Order: data files, each durable → what every node wrote → meta.json → `.metadata` → rename → `latest` → retention.
+Order: data files, each durable → what every node wrote → meta.json → the launch's line → `.metadata` → rename →
+`latest` → retention.
 Nobody sees a step before all of it is durable, and whatever ends this process leaves the step before it untouched.
 """
 
@@ -20,6 +21,7 @@ from flashckpt.failpoints import failpoint
 from flashckpt.persist.catalog import look
 from flashckpt.persist.exchange import Exchange
 from flashckpt.persist.index import encode_index
+from flashckpt.persist.lineage import check_lineage, keep_line
 from flashckpt.persist.meta import PERMANENT, FileInfo, Meta, encode_meta, json_part
 from flashckpt.persist.names import (
     HISTORY,
@@ -45,6 +47,7 @@ from flashckpt.types import ShardId
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from flashckpt.persist.lineage import Lineage
     from flashckpt.persist.plan import PersistPlan
     from flashckpt.persist.spec import FlushSpec
     from flashckpt.persist.storage import Stage, Storage
@@ -65,6 +68,7 @@ def flush(spec: FlushSpec, progress: Callable[[int], None] = lambda _: None) -> 
     failpoint("before_flush")
     enter(storage, spec)
     if spec.coordinates:
+        check_lineage(storage, spec)
         sweep(storage, spec.generation.step, spec.attempt)
     there = look(storage, step_name(spec.generation.step), spec.generation.step)
     if there.meta is not None and there.generation == spec.generation and not there.problem:
@@ -133,10 +137,13 @@ def flush(spec: FlushSpec, progress: Callable[[int], None] = lambda _: None) -> 
         versions={"flashckpt": __version__, "torch": str(torch.__version__)},
     )
     storage.put(f"{stage.place}/{META_JSON}", encode_meta(meta))
+    # Again: this process may have been stopped while it wrote, and woken up in another launch's time.
+    lineage = check_lineage(storage, spec)
+    keep_line(storage, lineage)
     storage.commit(stage, spec.generation.step, marker)
     _move_latest(storage, spec)
     told = _told(written, began)
-    retain(storage, spec)
+    retain(storage, spec, lineage)
     return told
 
 
@@ -159,7 +166,7 @@ def sweep(storage: Storage, step: int, attempt: str) -> None:
             _remove(storage, name)
 
 
-def retain(storage: Storage, spec: FlushSpec) -> None:
+def retain(storage: Storage, spec: FlushSpec, lineage: Lineage) -> None:
     settings = spec.settings
     rules = KeepRules(settings.keep_latest_k, settings.keep_every, frozenset(settings.keep_steps))
     lying = [
@@ -168,7 +175,8 @@ def retain(storage: Storage, spec: FlushSpec) -> None:
             one.step,
             one.order,
             good=not one.problem,
-            ours=not one.is_imported,  # a person put it there
+            # One that is imported was put there by a person; one of another history waits for a person to choose.
+            ours=not one.is_imported and lineage.is_known(one.generation),
             permanent=one.meta is not None and one.meta.extra.get(PERMANENT) is True,
         )
         for one in look_around(storage, spec.job).ours

@@ -41,7 +41,11 @@ class Nursery:
 
     def close(self):
         self._control.close()
-        self._process.wait(timeout=20)
+        try:
+            self._process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
 
 def _child(request):

@@ -46,7 +46,7 @@ class Facts:
     )
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class History:
     """What one job has become."""
 
@@ -55,6 +55,9 @@ class History:
     required: State | None = None  # the state that a load has to return, or a newer one of the history
     flushed: set = field(default_factory=set)  # marks of what was persisted
     abandoned: set = field(default_factory=set)  # marks that a rollback, or a load that found no more, left behind
+
+    def __repr__(self):
+        return f"launches {self.launches}, head {self.head}, promised {self.required}, on disk {sorted(self.flushed)}"
 
     def copy(self):
         return History(list(self.launches), self.head, self.required, set(self.flushed), set(self.abandoned))

@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from flashckpt.agent.start import look
@@ -80,6 +80,7 @@ class Ranks:
     def __init__(self, directory, number, pids, nodes, spec):
         self.directory, self.number, self.pids, self.nodes, self.spec = directory, number, pids, nodes, spec
         self._read = [0] * len(pids)  # lines of each journal that were taken in
+        self.heard = []  # what it has said of its load
 
     def news(self):
         """Events that were not returned yet, of all ranks."""
@@ -88,7 +89,9 @@ class Ranks:
             lines = _lines(self.directory / f"rank{rank}.jsonl")
             found += [json.loads(line) for line in lines[self._read[rank] :]]
             self._read[rank] = len(lines)
-        return sorted(found, key=lambda event: event["time"])
+        found.sort(key=lambda event: event["time"])
+        self.heard += [event for event in found if event["event"] in ("loaded", "refused")]
+        return found
 
     def alive(self):
         return [pid for pid in self.pids if processes.state_of(pid) not in ("", "Z", "X")]
@@ -96,6 +99,17 @@ class Ranks:
     def signal(self, number, ranks=None):
         for pid in self.pids if ranks is None else [self.pids[rank] for rank in ranks]:
             processes.signal_to(pid, number)
+
+    def describe(self):
+        """For a report: which nodes, what it was told to load, and what came of it."""
+        asked = {
+            name: self.spec[name] for name in ("step", "history", "fresh", "read_only", "train") if self.spec[name]
+        }
+        found = {
+            (event.get("code") or event.get("mark"), event.get("step"), event.get("source"), event.get("name"))
+            for event in self.heard
+        }
+        return f"launch {self.number} on {[node.name for node in self.nodes]} {asked}: {sorted(found, key=repr)}"
 
     def stop(self):
         (self.directory / "stop").touch()
@@ -157,6 +171,8 @@ class World:
                 "episode": self.episode,
                 "event": self.event,
                 "what": what,
+                "launches": [one.describe() for one in list(self.launches)],
+                "histories": [repr(one) for one in self.oracle.histories],
                 "logs": {node.name: _tail(node) for node in self.cluster.nodes},
             }
         )
@@ -249,14 +265,14 @@ class World:
         """Until all ranks have said what the load gave them; judges it. True where they go on from there. `chosen`: the
         history that was asked for; `stray`: nobody meant this launch to be the job."""
         deadline = time.monotonic() + PATIENCE
-        said = {}
+        said, early = {}, []  # early: of quick ranks, which train already
         while len(said) < len(ranks.pids):
             before = not ranks.alive()
             for event in ranks.news():
                 if event["event"] in ("loaded", "refused"):
                     said[event["rank"]] = event
                 else:
-                    self.take(ranks, oracle, event)
+                    early.append(event)
             if len(said) == len(ranks.pids):
                 break
             if before or time.monotonic() > deadline:
@@ -288,6 +304,9 @@ class World:
         self.report.recoveries[source + how] += 1
         problems = []
         if not ranks.spec["fresh"] or code is not None:
+            if step is not None and code is not None:
+                # Older ones go at any time, once a newer one is committed.
+                facts = replace(facts, complete=facts.complete & self.facts(ranks.nodes).complete)
             problems = oracle.judge(mark, facts, code=code, step=step, history=chosen, names=names)
         for problem in problems:
             reasons = [event.get("message", "")[:600] or event.get("stepped_over", "") for event in said.values()][:1]
@@ -307,6 +326,8 @@ class World:
         if oracle is self.oracle and not (stray and mark is None):
             # A load of what had few copies left is no promise of new ones, until they are there.
             self.copies, self.losses = 0, 0
+        for event in early:
+            self.take(ranks, oracle, event)
         return True
 
     def take(self, ranks, oracle, event):
@@ -382,7 +403,7 @@ class World:
         disk = None
         if self.schedule.persist if persist is None else persist:
             disk, there = self.on_disk()
-            complete, known, anything = complete | disk, known | there, anything or any(self.persist_dir.iterdir())
+            complete, known, anything = complete | disk, known | there, anything or bool(disk)
         nobody_is_away = not any(_is_on(one, everywhere - indices) for one in needed)
         return Facts(
             0 < self.copies >= self.losses and nobody_is_away,
@@ -668,6 +689,8 @@ class World:
         if self.wait_loaded(ranks, self.oracle, facts):
             self.train(ranks, 0.3)
             self.wait_saves(ranks, 1)
+            if self.schedule.persist and episode.fraction * 100 % 1 < 0.5:
+                self.wait_persisted(ranks, ranks.number)
         self.end(ranks)
 
     def do_fresh(self, ranks, episode):
@@ -734,16 +757,20 @@ class World:
         self.flipped.clear()
         self.copies, self.losses = 0, 1
 
-    def wait_persisted(self, ranks):
-        """Until something of this launch is on disk, if that is at all possible."""
+    def wait_persisted(self, ranks, launch=None):
+        """Until something of the job, or of this launch, is on disk, if that is at all possible."""
         deadline = time.monotonic() + _FLUSH
-        while ranks.alive() and time.monotonic() < deadline and self.oracle.persisted is None:
+        while ranks.alive() and time.monotonic() < deadline:
+            found = self.oracle.persisted
+            if found is not None and launch in (None, found.launch):
+                return
             self.train(ranks, 0.1)
 
     def roll_back(self, episode):
         """True where that was possible."""
         if self.is_broken:
             return False
+        time.sleep(0.5)  # what has been committed last is followed by what goes
         facts = self.facts(self.nodes_of(episode))
         steps = self.oracle.candidates(facts.complete)
         if not steps:
@@ -763,14 +790,23 @@ class World:
         where = nodes[:1] if alone else nodes
         persist = self.schedule.persist
         how = {"load_only": True} if episode.fraction < 0.5 else {"read_only": True}
-        before = self.lines()
+        before, wanted = self.lines(), self.oracle.required
         reader = self.launch(where, 1, episode.replicas, train=False, persist=persist, **how)
         self.train(ranks, 0.2)
         if not reader.wait(PATIENCE):
             self.violation("a read-only load beside a training did not end")
-        for event in reader.news():
-            if event["event"] == "loaded" and event["mark"] is not None and not event["intact"]:
+        self.take_all()
+        said = reader.heard
+        codes = {event["code"] for event in said if event["event"] == "refused"}
+        self.report.recoveries[f"{min(codes - {'FC-RANK-001'} or codes, default='loaded')} (evaluation)"] += 1
+        for event in said:
+            mark = event.get("mark")
+            if mark is not None and not event["intact"]:
                 self.violation(f"a reader got bytes that nobody saved: {event}")
+            elif mark is not None and not self.oracle.is_alive(self.oracle.main, mark):
+                self.violation(f"a reader got what is not of the job: {event}")
+            elif event["event"] == "loaded" and not alone and wanted and not self.oracle.is_ancestor(wanted.mark, mark):
+                self.violation(f"a reader got {event}, although {wanted} was promised")
         if before != self.lines():
             self.violation(f"a read-only load has changed lines: {before}, then {self.lines()}")
         self.check_unharmed(ranks, "a read-only load")
@@ -783,7 +819,8 @@ class World:
         self.train(ranks, 0.2)
         if not second.wait(PATIENCE):
             self.violation("a second launch beside a training did not end")
-        said = [event for event in second.news() if event["event"] in ("loaded", "refused")]
+        self.take_all()
+        said = second.heard
         if len(ranks.alive()) == len(ranks.pids) and self.report.promises > before:
             refused = {event.get("code") for event in said}
             if "FC-JOB-002" not in refused or not refused <= {"FC-JOB-002", "FC-RANK-001"}:

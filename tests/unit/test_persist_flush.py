@@ -225,7 +225,8 @@ def test_a_step_that_is_written_once_more_replaces_the_old_one(checkpointer, mem
     got = {"a": torch.zeros(3)}
     dcp.load(got, checkpoint_id=tmp_path / "latest", no_dist=True)
     assert torch.equal(got["a"], torch.ones(3))
-    assert sorted(os.listdir(tmp_path)) == ["flashckpt.json", "latest", "step-4"]
+    # Beside it: that the launch before was given up.
+    assert sorted(os.listdir(tmp_path)) == ["flashckpt.json", "history.json", "latest", "step-4"]
 
 
 @pytest.mark.parametrize("concurrency", [1, 3])
