@@ -148,7 +148,8 @@ class Line:
             return self
         known = {one.launch for one in self.listed} | {self.head}
         # A line that was given up itself vouches for nothing that is not listed here.
-        is_vouched = other.head == self.head or (self.cut(other.head, other.root) or NOTHING) > NOTHING
+        cut = self.cut(other.head, other.root)
+        is_vouched = cut is not None and cut > NOTHING  # its own head's always is
         older = [
             one if is_vouched else Ancestor(one.launch, NOTHING)
             for one in other.listed
