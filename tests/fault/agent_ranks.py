@@ -51,7 +51,6 @@ from flashckpt.save.handle import SaveHandle  # noqa: E402
 from flashckpt.store.slots import SlotStore  # noqa: E402
 from flashckpt.types import (  # noqa: E402
     ChunkRange,
-    Line,
     Generation,
     Layout,
     Level,

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from flashckpt.errors import NoSpaceError, UnsafeDirectoryError
+from flashckpt.line import from_fence
 from flashckpt.store.slots import SlotStore
-from flashckpt.line import Line, from_fence
 from flashckpt.types import Generation, ShardId
 
 pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mounts")]

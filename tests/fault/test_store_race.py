@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from flashckpt.errors import ConflictError
+from flashckpt.line import from_fence
 from flashckpt.store.slots import SlotStore
-from flashckpt.line import Line, from_fence
 from flashckpt.types import Generation, ShardId
 
 ROOT = Path(__file__).parents[2]

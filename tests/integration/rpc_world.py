@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from flashckpt.credentials import Authority, Bundle, make_request
 from flashckpt.errors import CorruptShardError
+from flashckpt.line import from_fence
 from flashckpt.rpc.api import VERSION, Hello
-from flashckpt.line import Line, from_fence
 from flashckpt.types import Generation, Launch, ShardId
 from flashckpt.wire import Answer, Beat, Envelope, PutHave, PutOpen, PutReady
 

@@ -22,6 +22,7 @@ from flashckpt import native
 from flashckpt.errors import ConfigError, DeadlineError, NotFoundError, PeerError
 from flashckpt.format.layout import encode_layout, fingerprint
 from flashckpt.format.shard import encode_header, geometry, seal_bytes
+from flashckpt.line import from_fence
 from flashckpt.store.mounts import read_mounts
 from flashckpt.store.slots import SlotStore
 from flashckpt.testing import Cluster, Proxy
@@ -29,7 +30,6 @@ from flashckpt.testing.check import broken_promises, newest_in_force
 from flashckpt.testing.launch import LAUNCH_MARK
 from flashckpt.testing.places import MEMORY_ROOT, find_stale, scratch_root
 from flashckpt.testing.processes import look, state_of
-from flashckpt.line import Line, from_fence
 from flashckpt.types import Generation, Layout, Record, ShardId
 from tests.conftest import environment
 

@@ -37,7 +37,6 @@ from flashckpt.testing.processes import wait_stopped
 from flashckpt.types import (
     ChunkRange,
     Claimant,
-    Line,
     Held,
     Holding,
     Launch,

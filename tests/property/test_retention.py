@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashckpt.errors import AmbiguousHistoryError
+from flashckpt.line import Line, from_fence
 from flashckpt.load.choose import choose
 from flashckpt.load.inventory import copies_of, encode, merge
 from flashckpt.save.retention import State, judge, releasable
-from flashckpt.line import Line, from_fence
 from flashckpt.types import Generation, Held, Holding, Launch, Level, NodeInventory, ShardId, age_order
 
 WORLD = 3

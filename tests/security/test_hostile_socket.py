@@ -21,10 +21,10 @@ from flashckpt.errors import (
     IncompatibleError,
     NoSpaceError,
 )
+from flashckpt.line import from_fence
 from flashckpt.rpc.roles import ROLES, Role
 from flashckpt.rpc.settings import TICKET_KEY, VERSION
 from flashckpt.store.owner import Owner
-from flashckpt.line import Line, from_fence
 from flashckpt.types import Launch, ShardId
 from flashckpt.v1 import agent_pb2, common_pb2
 from tests.fault.agents import JOB, wait_until

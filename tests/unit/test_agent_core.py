@@ -13,12 +13,12 @@ from flashckpt.agent.messages import (
     Answered,
     Begun,
     Decline,
-    LinePut,
     GaveUp,
     Gone,
     Grant,
     KeepRecord,
     LeaseEnded,
+    LinePut,
     Notify,
     Push,
     Pushed,
@@ -37,7 +37,7 @@ from flashckpt.agent.messages import (
     Tick,
     Told,
 )
-from flashckpt.line import Line, from_fence
+from flashckpt.line import from_fence
 from flashckpt.types import Generation, Held, Launch, Level, Member, Record, Session, ShardId
 from flashckpt.wire import Announce, Answer, Beat, Envelope, GiveUp, Lost, PutHave, PutOpen, PutRefused, Report, Want
 
@@ -65,7 +65,7 @@ def held(step, rank=0, world=2, launch=LAUNCH, tag=0):
 
 def agent(name="n0", **options):
     core = AgentCore(name, LIMITS)
-    core.handle(Started((), None, (), None), 0.0)
+    core.handle(Started((), (), (), None), 0.0)
     core.handle(Begun(session(**options)), 0.0)
     return core
 
@@ -206,7 +206,7 @@ def test_a_message_of_an_older_launch_is_refused_with_the_newer_one():
 def test_a_late_fence_does_not_kill_what_a_newer_launch_may_load():
     core = AgentCore("n0", LIMITS)
     older = Launch(100, 7)
-    core.handle(Started((held(9, launch=Launch(50, 1)),), None, (), None), 0.0)
+    core.handle(Started((held(9, launch=Launch(50, 1)),), (), (), None), 0.0)
     core.handle(Begun(session(launch=Launch(200, 1))), 0.0)
     told(core, "n1", Beat(), launch=older, line=from_fence(step=3, epoch=100, nonce=7))
     assert core.line is None
@@ -216,7 +216,7 @@ def test_a_late_fence_does_not_kill_what_a_newer_launch_may_load():
 def test_a_fence_drops_what_lies_above_it_and_leaves_what_was_loaded():
     old = Launch(50, 1)
     core = AgentCore("n0", LIMITS)
-    core.handle(Started(tuple(held(step, launch=old) for step in (3, 4, 5)), None, (), None), 0.0)
+    core.handle(Started(tuple(held(step, launch=old) for step in (3, 4, 5)), (), (), None), 0.0)
     core.handle(Begun(session()), 0.0)
     line = from_fence(step=4, epoch=100, nonce=7)
     effects = core.handle(LinePut(LAUNCH, line, generation(4, old)), 0.0)
@@ -302,7 +302,7 @@ def test_as_many_committed_generations_stay_as_were_asked_for(keep, kept):
 def test_what_was_loaded_is_one_of_those_that_stay():
     base = generation(9, Launch(50, 1))
     core = AgentCore("n0", LIMITS)
-    core.handle(Started((held(9, 0, 1, Launch(50, 1)), held(8, 0, 1, Launch(50, 1))), None, (), None), 0.0)
+    core.handle(Started((held(9, 0, 1, Launch(50, 1)), held(8, 0, 1, Launch(50, 1))), (), (), None), 0.0)
     core.handle(Begun(session(nodes=1, replicas=0, keep=2)), 0.0)
     core.handle(LinePut(LAUNCH, from_fence(9, LAUNCH.epoch, LAUNCH.nonce), base), 0.0)
     for step, stay in ((10, [9, 10]), (11, [10, 11])):
@@ -356,7 +356,7 @@ def test_members_report_to_a_restarted_coordinator_again():
     (report,) = [body for node, body in sent(member.handle(Tick(), 2.0), Report) if node == "n0"]
     assert report.holders == ("n0",)
     coordinator = AgentCore("n0", LIMITS)
-    coordinator.handle(Started((held(1), one), FENCE, (), session()), 2.0)
+    coordinator.handle(Started((held(1), one), (FENCE,), (), session()), 2.0)
     acked(coordinator, held(1), "n1", 2.0)
     assert only(KeepRecord, told(coordinator, "n1", report, 3.0))
 
@@ -364,7 +364,7 @@ def test_members_report_to_a_restarted_coordinator_again():
 def test_a_launch_that_stepped_back_keeps_its_records_beside_higher_ones_of_the_launch_before():
     old = tuple(Record(generation(step, Launch(50, 1)), 1, 0, 0.0) for step in (11, 12, 13, 14))
     core = AgentCore("n0", LIMITS)
-    core.handle(Started((), None, old, None), 0.0)
+    core.handle(Started((), (), old, None), 0.0)
     core.handle(Begun(session(nodes=1)), 0.0)
     core.handle(Sealed(held(1, world=1)), 1.0)
     assert core.threshold.generation == generation(1)
@@ -443,7 +443,7 @@ def test_a_holder_tells_the_owner_of_its_loss_until_it_has_a_copy_again():
 
 def test_an_owner_fetches_its_bad_copy_back_even_if_it_forgot_who_has_it():
     core, one = AgentCore("n1", LIMITS), held(1, rank=1)
-    core.handle(Started((one, held(1)), FENCE, (), session()), 0.0)
+    core.handle(Started((one, held(1)), (FENCE,), (), session()), 0.0)
     effects = core.handle(Rotten(one.shard, "crc"), 1.0)
     assert ("n0", Want(one.shard, one.digest)) in sent(effects)
     assert ("n0", Lost(one.shard)) in sent(effects)
@@ -470,7 +470,7 @@ def test_ranks_of_a_node_that_disagree_are_noticed_after_a_restart_too():
     members = (Member("n0", "a:1", "", (0, 1)),)
     two = Session(LAUNCH, 2, members, 0, "ring", 2)
     core = AgentCore("n0", LIMITS)
-    effects = core.handle(Started((held(1, tag=5), held(1, rank=1, tag=0)), FENCE, (), two), 0.0)
+    effects = core.handle(Started((held(1, tag=5), held(1, rank=1, tag=0)), (FENCE,), (), two), 0.0)
     assert not only(KeepRecord, effects)
     assert {one.shard.rank for one in only(Release, effects)} == {0, 1}
 

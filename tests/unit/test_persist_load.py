@@ -14,12 +14,13 @@ import torch.distributed.checkpoint as dcp
 import flashckpt
 from flashckpt.errors import CorruptShardError, DeniedError, UnsafeDirectoryError
 from flashckpt.format.dtypes import ITEMSIZE
+from flashckpt.line import from_fence
+from flashckpt.load.histories import pick
 from flashckpt.persist.flush import flush
 from flashckpt.persist.restore import DiskInventory, OnDisk, choose_on_disk
 from flashckpt.persist.spec import FlushSpec
 from flashckpt.persist.storage import open_storage
 from flashckpt.persist.unpickle import read_index
-from flashckpt.line import Line, from_fence
 from flashckpt.types import Generation, PersistSettings
 
 pytestmark = [
@@ -329,9 +330,12 @@ def generation(step, epoch):
 def test_choice_on_disk():
     steps = tuple(OnDisk(f"step-{step}", generation(step, epoch), "") for step, epoch in ((5, 1), (9, 1), (7, 2)))
     line = from_fence(5, 2, 2)
-    chosen = choose_on_disk(DiskInventory(steps, line), line, None)
+    inventory = DiskInventory(steps, (line,))
+    chosen = choose_on_disk(inventory, pick(inventory.lines, inventory.whole), None)
     assert [one.name for one in chosen.candidates] == ["step-7", "step-5"]
-    assert "fenced" in chosen.passed_over[0]
+    assert chosen.passed_over == ("step-9 on disk: abandoned: the job went on from step 5 of launch 0000000000000001",)
     with pytest.raises(flashckpt.AmbiguousHistoryError):
-        choose_on_disk(DiskInventory(steps), None, None)
-    assert [one.name for one in choose_on_disk(DiskInventory(steps), None, 9).candidates] == ["step-9"]
+        pick((), inventory.whole)
+    assert [
+        one.name for one in choose_on_disk(DiskInventory(steps), pick((), inventory.whole, step=9), 9).candidates
+    ] == ["step-9"]

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from flashckpt.errors import ClosedError, ConfigError, ConflictError, NoSpaceError, NotFoundError
+from flashckpt.line import from_fence
 from flashckpt.store.directory import Directory, State
 from flashckpt.store.names import sealed_name, slot_name
 from flashckpt.store.owner import Owner
 from flashckpt.store.slots import SlotStore
-from flashckpt.line import Line, from_fence
 from flashckpt.types import Generation, ShardId
 
 ROOT = Path(__file__).parents[2]
