@@ -16,6 +16,7 @@ from flashckpt.agent.messages import (
     GaveUp,
     Gone,
     Grant,
+    KeepLine,
     KeepRecord,
     LeaseEnded,
     LinePut,
@@ -37,12 +38,13 @@ from flashckpt.agent.messages import (
     Tick,
     Told,
 )
-from flashckpt.line import from_fence
+from flashckpt.line import NOTHING, Ancestor, Line, begun, from_fence
 from flashckpt.types import Generation, Held, Launch, Level, Member, Record, Session, ShardId
 from flashckpt.wire import Announce, Answer, Beat, Envelope, GiveUp, Lost, PutHave, PutOpen, PutRefused, Report, Want
 
 LAUNCH = Launch(epoch=100, nonce=7)
 FENCE = from_fence(step=-1, epoch=100, nonce=7)
+OLDER = Launch(epoch=50, nonce=1)
 LIMITS = Limits(beat=1.0, retry_first=0.1, retry_most=0.4, peer_timeout=10.0)
 
 
@@ -203,7 +205,7 @@ def test_a_message_of_an_older_launch_is_refused_with_the_newer_one():
     assert not core.reported(generation(1))
 
 
-def test_a_late_fence_does_not_kill_what_a_newer_launch_may_load():
+def test_a_late_line_does_not_kill_what_a_newer_launch_may_load():
     core = AgentCore("n0", LIMITS)
     older = Launch(100, 7)
     core.handle(Started((held(9, launch=Launch(50, 1)),), (), (), None), 0.0)
@@ -213,7 +215,7 @@ def test_a_late_fence_does_not_kill_what_a_newer_launch_may_load():
     assert list(core.held) == [shard(9, launch=Launch(50, 1))]
 
 
-def test_a_fence_drops_what_lies_above_it_and_leaves_what_was_loaded():
+def test_a_line_drops_what_it_abandons_and_leaves_what_was_loaded():
     old = Launch(50, 1)
     core = AgentCore("n0", LIMITS)
     core.handle(Started(tuple(held(step, launch=old) for step in (3, 4, 5)), (), (), None), 0.0)
@@ -222,6 +224,71 @@ def test_a_fence_drops_what_lies_above_it_and_leaves_what_was_loaded():
     effects = core.handle(LinePut(LAUNCH, line, generation(4, old)), 0.0)
     assert [one.shard.generation.step for one in only(Release, effects)] == [5]
     assert sorted(s.generation.step for s in core.held) == [3, 4]
+
+
+def alone(*mine, lines=(), line=None):
+    """A launch of one node that goes on from what `line` says, where others left `mine`."""
+    core = AgentCore("n0", LIMITS)
+    core.handle(Started(mine, lines, (), None), 0.0)
+    core.handle(Begun(session(nodes=1, replicas=0)), 0.0)
+    if line is not None:
+        core.handle(LinePut(LAUNCH, line, None), 0.0)
+    return core
+
+
+def left_after_a_commit(core):
+    for step in (20, 21):
+        core.handle(Sealed(held(step, 0, 1)), 1.0)
+    assert core.threshold.generation == generation(21)
+    return {one.generation for one in core.held} - {generation(21)}
+
+
+def test_a_record_frees_what_its_line_went_on_from():
+    older = generation(9, OLDER)
+    line = begun(LAUNCH).including(None, [older])
+    assert left_after_a_commit(alone(held(9, 0, 1, OLDER), line=line)) == set()
+
+
+@pytest.mark.parametrize("line", [None, begun(LAUNCH)], ids=["no line", "a line that does not list it"])
+def test_a_record_frees_nothing_of_a_history_that_its_line_does_not_know(line):
+    """A node that was away brings what nobody has given up."""
+    assert left_after_a_commit(alone(held(9, 0, 1, OLDER), line=line)) == {generation(9, OLDER)}
+
+
+def test_a_line_that_comes_later_kills_what_it_knows_to_be_abandoned():
+    core = alone(held(9, 0, 1, OLDER), line=begun(LAUNCH))
+    newer = Launch(200, 1)
+    told(core, "n1", Beat(), launch=newer, line=begun(newer, [OLDER]))
+    assert generation(9, OLDER) not in {one.generation for one in core.held}
+
+
+def test_the_floor_kills_what_is_of_its_own_root():
+    floor = Ancestor(Launch(60, 1), NOTHING)
+    line = Line(LAUNCH, Launch(10, 1), (), floor)
+    one = held(9, 0, 1, OLDER)
+    assert not alone(one, line=line).held
+    assert not alone(one, lines=(Line(OLDER, Launch(10, 1)),), line=line).held
+    assert list(alone(one, lines=(begun(OLDER),), line=line).held) == [one.shard], (
+        "its own line says that it is another"
+    )
+
+
+def test_the_lines_of_launches_that_nothing_is_left_of_are_forgotten():
+    other = Launch(40, 1)
+    before = (begun(other), begun(OLDER))
+    listing = begun(LAUNCH).including(None, [generation(9, OLDER), generation(3, other)])
+    assert alone(held(9, 0, 1, OLDER), lines=before, line=listing).lines == (begun(OLDER), listing)
+    assert alone(lines=before, line=begun(LAUNCH)).lines == (*before, begun(LAUNCH)), "it knows of none of them"
+
+
+def test_two_nodes_that_saved_without_a_load_are_both_believed():
+    core = alone(line=begun(LAUNCH).including(None, [generation(9, OLDER)]))
+    theirs = begun(LAUNCH).including(None, [generation(12, OLDER)])
+    effects = told(core, "n1", Beat(), line=theirs)
+    assert core.line == theirs
+    assert only(KeepLine, effects) == [KeepLine(theirs)]
+    assert not only(KeepLine, told(core, "n1", Beat(), line=begun(LAUNCH))), "nothing new"
+    assert core.line == theirs
 
 
 # --- replication
@@ -321,7 +388,7 @@ def test_who_missed_a_record_learns_from_the_next_that_it_was_there():
     assert [effect.shard.generation.step for effect in only(Release, effects)] == [1]
 
 
-def test_a_fence_takes_what_a_record_kept():
+def test_a_line_takes_what_a_record_kept():
     world = Nodes(1, 0, keep=3)
     for step in (1, 2, 3):
         world.seal(step, 0)
