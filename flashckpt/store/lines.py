@@ -15,6 +15,7 @@ Failpoints: `before_line` · `mid_line` (written, not yet in force) · `after_li
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import TYPE_CHECKING
 
@@ -94,25 +95,28 @@ def _remove_idle(directory: Directory, in_force: Line) -> None:
     for name, head in _names(directory):
         if head in present or head == in_force.head:
             continue
-        line = _read_one(directory, name, head)
-        if line is not None and in_force.supersedes(line):
-            retire(directory, None, name)
+        with contextlib.suppress(FileNotFoundError):  # another process was quicker
+            line = _read_one(directory, name, head)
+            if line is not None and in_force.supersedes(line):
+                retire(directory, None, name)
 
 
 def _read_all(directory: Directory) -> tuple[list[Line], tuple[str, ...], bool]:
     """Return the lines, the names of files that can't be believed, and whether a file vanished meanwhile."""
     lines: list[Line] = []
     damaged: list[str] = []
+    vanished = False
     for name, head in _names(directory):
         try:
             line = _read_one(directory, name, head)
         except FileNotFoundError:
-            return lines, tuple(damaged), True
+            vanished = True
+            continue
         if line is None:
             damaged.append(name)
         else:
             lines.append(line)
-    return lines, tuple(damaged), False
+    return lines, tuple(damaged), vanished
 
 
 def _read_one(directory: Directory, name: str, head: Launch) -> Line | None:

@@ -45,6 +45,7 @@ from flashckpt.format.shard import (  # noqa: E402
     read_header,
     seal_bytes,
 )
+from flashckpt.line import begun, from_fence, name_of  # noqa: E402
 from flashckpt.load.agent_memory import AgentMemory  # noqa: E402
 from flashckpt.save.agent_slots import AgentSlots  # noqa: E402
 from flashckpt.save.handle import SaveHandle  # noqa: E402
@@ -141,7 +142,7 @@ class LightRank:
         """For agents that this rank starts from now on."""
         os.environ.update(variables)
 
-    def do_fence(self, step, base):
+    def do_line(self, step, base):
         launch = self.slots.launch
         self.slots.put_line(from_fence(step, launch.epoch, launch.nonce), base and Generation(*base))
 
@@ -160,7 +161,7 @@ class LightRank:
                 }
                 for one in found.holdings
             ],
-            "line": found.line and [found.line.step, found.line.epoch, found.line.nonce],
+            "lines": [name_of(line.head) for line in found.lines],
             "quarantined": found.quarantined,
             "past": [[one.launch.epoch, one.launch.nonce, len(one.members)] for one in found.past],
         }
@@ -206,7 +207,7 @@ class LightRank:
         raise SystemExit
 
     def _write(self, shard, size_bytes):
-        self._refuse_if_fenced()
+        self._claim_line()
         place = self._place(size_bytes)
         data = content(shard, place.data_length_bytes)
         slot = self.slots.acquire(shard, place.file_length_bytes)
@@ -242,10 +243,19 @@ class LightRank:
     def _place(self, size_bytes):
         return geometry(len(_LAYOUT), size_bytes, self.store.granule_bytes, DEFAULT_CHUNK_BYTES)
 
+    def _claim_line(self):
+        """ShardWriter._claim_line() of a launch that has loaded nothing."""
+        line = self._refuse_if_fenced()
+        if line is None or line.head != self.slots.launch:
+            known = [one.shard.generation for one in self.store.scan()]
+            known += [record.generation for record in self.store.read_records()]
+            self.slots.put_line(begun(self.slots.launch).including(line, known), None)
+
     def _refuse_if_fenced(self):
         line = self.store.read_line()
-        if line is not None and line.epoch > self.slots.launch.epoch:
-            raise FencedError(f"a launch of epoch {line.epoch} has taken over")
+        if line is not None and self.slots.launch.is_older_than(line.head):
+            raise FencedError(f"a launch of epoch {line.head.epoch} has taken over")
+        return line
 
     def serve(self, channel):
         with channel.makefile("rw") as lines:

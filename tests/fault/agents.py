@@ -33,6 +33,7 @@ from flashckpt.credentials import Authority, make_request
 from flashckpt.errors import FlashError, NotFoundError
 from flashckpt.format.shard import read_envelope
 from flashckpt.launch import next_launch
+from flashckpt.line import newer
 from flashckpt.placement import place
 from flashckpt.store.slots import SlotStore
 from flashckpt.testing import Cluster, processes
@@ -460,8 +461,7 @@ class World:
         for index in range(len(self.nodes)):
             with self._store(index) as store:
                 records.update(store.read_records())
-                found = store.read_line()
-                line = max(filter(None, (line, found)), key=lambda one: (one.epoch, one.nonce), default=None)
+                line = newer(line, store.read_line())
                 for sealed in store.scan():
                     fd = store.open_shard(sealed)
                     try:

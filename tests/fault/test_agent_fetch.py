@@ -92,7 +92,7 @@ def test_sessions_of_earlier_launches_stay_as_long_as_their_shards():
         assert launch.ranks[0].ask("inventory")["past"] == [before]
         for rank in launch.ranks:
             rank.ask("line", step=0, base=None)
-        wait_until(lambda: launch.ranks[0].ask("inventory")["past"] == [], "what is fenced to go")
+        wait_until(lambda: launch.ranks[0].ask("inventory")["past"] == [], "what was abandoned to go")
         load.check()
 
 

@@ -210,10 +210,11 @@ def committed(world, index):
     return max(steps, default=None)
 
 
-@pytest.mark.parametrize("place", ["before_fence", "mid_fence", "after_fence"])
-def test_an_agent_dies_while_a_launch_is_fenced(place):
+@pytest.mark.parametrize("place", ["before_line", "mid_line", "after_line"])
+def test_an_agent_dies_while_a_launch_puts_its_line(place):
+    """Its own second one: the first save of the older launch put one, too."""
     with World(2, start=False) as world:
-        first = [world.start_agent(0), world.start_agent(1, f"{place}=kill*1")]
+        first = [world.start_agent(0), world.start_agent(1, f"{place}=kill*1@2")]
         older = world.launch()
         older.save(1)
         older.save(2)

@@ -102,7 +102,7 @@ def test_killed_at(name, at, only_rank, nursery, memory_dir, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["after_inventory", "after_plan", "mid_read", "after_read", "before_fence", "after_fence"]
+    "name", ["after_inventory", "after_plan", "mid_read", "after_read", "before_line", "after_line"]
 )
 def test_killed_while_loading(name, nursery, memory_dir, tmp_path):
     saved = nursery.run(2, memory_dir=memory_dir, first=1, steps=STEPS)

@@ -132,7 +132,7 @@ def test_free_slots_are_given_up_first(small):
         assert store.check() == []
 
 
-def test_fence_on_a_full_mount(small):
+def test_line_on_a_full_mount(small):
     with SlotStore.open(small / "m", "job") as store:
         filler = os.open(small / "filler", os.O_RDWR | os.O_CREAT)
         os.posix_fallocate(filler, 0, free_bytes(small))

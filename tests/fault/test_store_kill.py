@@ -24,7 +24,7 @@ SIZE = 20 << 20  # two steps of allocation
 LIFE = """
 import sys
 from flashckpt.store.slots import SlotStore
-from flashckpt.line import Line, from_fence
+from flashckpt.line import from_fence
 from flashckpt.types import Generation, ShardId
 
 SIZE = 20 << 20
@@ -67,7 +67,7 @@ slot = SlotStore.open(sys.argv[1], "job").claim(4 << 20)
 slot.view[:] = b"old" * ((4 << 20) // 3) + b"o"
 os._exit(0)
 """
-PASSED_ONCE = ("_fence", "_abandon", "_quarantine", "_reclaim")  # in this life
+PASSED_ONCE = ("_line", "_abandon", "_quarantine", "_reclaim")  # in this life
 FAILPOINTS = re.findall(r"`([a-z_]+)`", slots.__doc__.partition("Failpoints")[2])
 
 
@@ -160,7 +160,7 @@ def test_killed(memory_dir, failpoint, occurrence):
         assert store.status().writing.files == 0
         found = check_promises(result.stdout, store)
         assert {path.name for path in store.path.iterdir()} - {"pool", "writing", "sealed", "quarantine"} <= {
-            "line-50-0000000000000009-5"
+            "line-50-0000000000000009"
         }
         for one in found.values():
             assert store.release(one), "its writer is dead"
@@ -201,7 +201,7 @@ def test_error_instead(memory_dir, failpoint):
     assert result.returncode == 0, result.stderr
     assert log.read_text().split()[0] == failpoint
     *promises, kind = result.stdout.splitlines()
-    if failpoint in ("before_allocate", "mid_allocate", "after_allocate", "after_map", "after_claim", "mid_fence"):
+    if failpoint in ("before_allocate", "mid_allocate", "after_allocate", "after_map", "after_claim", "mid_line"):
         assert kind == "NoSpaceError"
     with SlotStore.open(memory_dir, "job") as store:
         store.reclaim()

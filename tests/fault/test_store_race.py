@@ -228,14 +228,14 @@ def test_second_seal_of_one_shard_withdraws(memory_dir):
         assert store.status().writing.files == 0
 
 
-def test_fences_written_by_many_end_in_the_newest(memory_dir):
+def test_lines_written_by_many_end_in_the_newest(memory_dir):
     code = (
-        "import random, sys\nfrom flashckpt.store.slots import SlotStore\nfrom flashckpt.types import Line\n"
-        "store = SlotStore.open(sys.argv[1], 'job')\nepochs = list(range(100))\n"
+        "import random, sys\nfrom flashckpt.store.slots import SlotStore\nfrom flashckpt.line import from_fence\n"
+        "store = SlotStore.open(sys.argv[1], 'job')\nepochs = list(range(1, 101))\n"
         "random.Random(sys.argv[2]).shuffle(epochs)\n"
         "print('ready', flush=True)\nsys.stdin.readline()\n"
         "for epoch in epochs:\n"
-        "    assert store.write_line(from_fence(step=epoch, epoch=epoch, nonce=int(sys.argv[2]))).epoch >= epoch\n"
+        "    assert store.write_line(from_fence(step=epoch, epoch=epoch, nonce=int(sys.argv[2]))).head.epoch >= epoch\n"
         "print('done', flush=True)\nsys.stdin.readline()\n"
     )
     with contextlib.ExitStack() as stack:
@@ -248,16 +248,16 @@ def test_fences_written_by_many_end_in_the_newest(memory_dir):
             child.stdin.flush()
         # Meanwhile nobody ever sees it go back, or vanish.
         newest = -1
-        while newest < 99:
+        while newest < 100:
             line = store.read_line()
             if line is not None:
-                assert line.epoch >= newest
-                newest = line.epoch
+                assert line.head.epoch >= newest
+                newest = line.head.epoch
             else:
                 assert newest == -1
         for child in children:
             assert child.stdout.readline() == "done\n"
-        assert store.read_line() == from_fence(step=99, epoch=99, nonce=2)
+        assert store.read_line() == from_fence(step=100, epoch=100, nonce=2)
         assert len(list(store.path.glob("line-*"))) == 1
 
 

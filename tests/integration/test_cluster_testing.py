@@ -667,7 +667,7 @@ def test_a_promise_is_kept_only_by_the_right_nodes():
     assert len(broken_promises(record, {ShardId(GENERATION, 0, 3): {"n0", "n1"}, b: {"n0", "n1"}}, [])) == 1
 
 
-def test_the_newest_record_that_no_fence_kills_counts():
+def test_the_newest_record_that_no_line_kills_counts():
     older = Record(GENERATION, 2, 1, 1.0)
     newer = Record(GENERATION._replace(step=20, seq=2), 2, 1, 2.0)
     assert newest_in_force([], None) is None

@@ -109,7 +109,7 @@ def test_flush_retention_and_load_when_all_memory_is_gone(url, memory_dir):
         # What it leaves behind is remembered there too, and it goes on from there.
         older = again.load(live, step=4)
         assert (older.step, older.source) == (4, "persist")
-        assert "line.json" in storage.list()
+        assert "history.json" in storage.list()
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ import pytest
 from flashckpt import errors
 from flashckpt.credentials import Bundle
 from flashckpt.errors import AgentError, BusyError, ConfigError, DeniedError, FlashError, IncompatibleError
+from flashckpt.line import from_fence
 from flashckpt.rpc.agent_client import AgentClient
 from flashckpt.rpc.agent_server import AgentServer
 from flashckpt.rpc.api import (
@@ -69,10 +70,11 @@ INVENTORY = NodeInventory(
         Holding(Held(SHARD, bytes(range(16)), 1 << 40, (1 << 32) - 1), Level.REPLICATED, verified=True),
         Holding(Held(ShardId(GENERATION, 0, 4), bytes(16), 4096, 0), Level.SEALED, verified=False),
     ),
-    FENCE,
+    (from_fence(3, 1, 2), FENCE),
     3,
     ((ShardId(GENERATION, 3, 4), "chunk 7 is bad"),),
     (SESSION,),
+    1,
 )
 RETRIEVALS = (
     Retrieval(SHARD, bytes(range(16)), 7, 1 << 40, True, (Portion((ChunkRange(0, 1 << 30),), ("a", "nöde")),)),

@@ -51,7 +51,7 @@ def copies(holders, chunks):
             if node in some
         ]
         holdings = tuple(Holding(one, Level.SEALED, verified=True) for one in held)
-        told.append(encode(NodeInventory(f"n{node}", holdings, None, 0, (), ())))
+        told.append(encode(NodeInventory(f"n{node}", holdings, (), 0, (), ())))
     return copies_of(merge([f"n{node}" for node in nodes], told), GENERATION)
 
 

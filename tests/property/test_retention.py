@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashckpt.errors import AmbiguousHistoryError
-from flashckpt.line import from_fence
+from flashckpt.line import Ancestor, Line, from_fence
 from flashckpt.load.choose import choose
 from flashckpt.load.inventory import copies_of, encode, merge
 from flashckpt.save.retention import State, Verdict, judge, releasable
@@ -32,7 +32,19 @@ def lying(draw):
 
 
 tags = lying()
-lines = st.none() | st.builds(from_fence, step=st.integers(-1, 5), epoch=st.integers(1, 4), nonce=st.just(1))
+
+
+@st.composite
+def _lines(draw):
+    """Of a launch that knows of some of the earlier ones."""
+    head = Launch(draw(st.integers(1, 4)), draw(st.sampled_from([1, 7])))
+    steps = draw(st.dictionaries(st.integers(1, 3), st.integers(-1, 5)))
+    listed = [Ancestor(Launch(epoch, 7), steps[epoch]) for epoch in sorted(steps)]
+    return Line(head, Launch(1, 7), tuple(one for one in listed if one.launch.is_older_than(head)))
+
+
+fences = st.builds(from_fence, step=st.integers(-1, 5), epoch=st.integers(1, 4), nonce=st.just(1))
+lines = st.none() | fences | _lines()
 launches = st.none() | st.builds(Launch, epoch=st.integers(1, 3), nonce=st.just(7))
 
 
@@ -58,6 +70,10 @@ def test_the_newest_complete_ones_are_never_released(tags, launch, line, voids, 
             assert age_order(g) < max(map(age_order, complete))
 
 
+def told_of(line):
+    return () if line is None else (line,)
+
+
 def holdings(tags):
     return tuple(Holding(Held(s, bytes(16), 4096, tag), Level.SEALED, verified=True) for s, tag in tags.items())
 
@@ -66,7 +82,7 @@ def holdings(tags):
 def test_choice_and_retention_agree(tags, line):
     """What retention keeps as newest is what a load would choose first; tags, which compare the ranks of one node, are
     left to the proof of coverage there, since a load knows nothing of the nodes that saved."""
-    inventory = merge(["node"], [encode(NodeInventory("node", holdings(tags), line, 0, (), ()))])
+    inventory = merge(["node"], [encode(NodeInventory("node", holdings(tags), told_of(line), 0, (), ()))])
     try:
         choice = choose(inventory, None)
     except AmbiguousHistoryError:
@@ -88,12 +104,13 @@ def test_what_nodes_encode_is_what_all_learn(tags, where, line, quarantined):
             nodes[node][shard] = tag
     damaged = ((ShardId(Generation(9, 9, 9, 9), 0, 2), "crc32c"),)
     told = [
-        NodeInventory("a", holdings(nodes[0]), line, quarantined, (), ()),
-        NodeInventory("b", holdings(nodes[1]), from_fence(0, 99, 1), 0, damaged, ()),
-        NodeInventory("c", holdings(nodes[2]), None, 0, (), ()),
+        NodeInventory("a", holdings(nodes[0]), told_of(line), quarantined, (), ()),
+        NodeInventory("b", holdings(nodes[1]), (from_fence(0, 99, 1), *told_of(line)), 0, damaged, (), 2),
+        NodeInventory("c", holdings(nodes[2]), (), 0, (), ()),
     ]
     merged = merge(["a", "b", "c"], map(encode, told))
-    assert merged.line == from_fence(0, 99, 1)
+    assert merged.lines == (*told_of(line), from_fence(0, 99, 1))
+    assert merged.damaged_lines == ("b",)
     assert merged.quarantined == quarantined
     assert merged.damage(Generation(9, 9, 9, 9)) == [(0, "b: crc32c")]
     for generation in {shard.generation for shard in tags}:

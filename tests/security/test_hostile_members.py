@@ -93,7 +93,10 @@ def test_an_older_launch(arena, channel, change):
 @pytest.mark.parametrize("epoch", [(1 << 63) - 1, 1 << 53])
 def test_the_last_launch_of_all(arena, channel, epoch):
     """An epoch that no later launch could be above, kept for good by whoever hears of it."""
-    launch, line = common_pb2.Launch(epoch=epoch, nonce=1), common_pb2.from_fence(step=0, epoch=epoch, nonce=1)
+    launch, line = (
+        common_pb2.Launch(epoch=epoch, nonce=1),
+        common_pb2.Line(head=common_pb2.Launch(epoch=epoch, nonce=1)),
+    )
     request = arena.tell_request()
     request.line.CopyFrom(line)
     assert code_of(lambda: tell(channel, arena.tell_request(launch=launch))) is REFUSED

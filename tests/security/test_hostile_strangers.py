@@ -6,8 +6,10 @@ import grpc
 import pytest
 
 from flashckpt.credentials import Authority, Bundle, make_request
+from flashckpt.line import from_fence
+from flashckpt.rpc import convert
 from flashckpt.rpc.roles import ROLES
-from flashckpt.v1 import common_pb2, peer_pb2
+from flashckpt.v1 import peer_pb2
 from tests.fault.agents import JOB
 from tests.security.arena import ATTEMPT, Push, code_of, tell
 
@@ -78,7 +80,7 @@ def test_a_certificate_is_not_a_membership(arena):
     for name in GUESTS:
         with arena.channel(arena.guest(name)) as channel:
             request = arena.tell_request(sender=name)
-            request.line.CopyFrom(common_pb2.from_fence(step=-1, epoch=launch.epoch, nonce=launch.nonce))
+            request.line.CopyFrom(convert.to_line(from_fence(step=-1, epoch=launch.epoch, nonce=launch.nonce)))
             answer = tell(channel, request)
             assert "no member of this launch" in answer.refused
             assert not answer.HasField("record")

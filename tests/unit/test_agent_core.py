@@ -18,6 +18,7 @@ from flashckpt.agent.messages import (
     GaveUp,
     Gone,
     Grant,
+    KeepLine,
     KeepRecord,
     LeaseEnded,
     LinePut,
@@ -39,12 +40,13 @@ from flashckpt.agent.messages import (
     Tick,
     Told,
 )
-from flashckpt.line import from_fence
+from flashckpt.line import NOTHING, Ancestor, Line, begun, from_fence
 from flashckpt.types import Generation, Held, Launch, Level, Member, Record, Session, ShardId
 from flashckpt.wire import Announce, Answer, Beat, Envelope, GiveUp, Lost, PutHave, PutOpen, PutRefused, Report, Want
 
 LAUNCH = Launch(epoch=100, nonce=7)
 FENCE = from_fence(step=-1, epoch=100, nonce=7)
+OLDER = Launch(epoch=50, nonce=1)
 LIMITS = Limits(beat=1.0, retry_first=0.1, retry_most=0.4, peer_timeout=10.0)
 
 
@@ -67,7 +69,7 @@ def held(step, rank=0, world=2, launch=LAUNCH, tag=0):
 
 def agent(name="n0", **options):
     core = AgentCore(name, LIMITS)
-    core.handle(Started((), None, (), None), 0.0)
+    core.handle(Started((), (), (), None), 0.0)
     core.handle(Begun(session(**options)), 0.0)
     return core
 
@@ -224,25 +226,90 @@ def test_a_message_of_an_older_launch_is_refused_with_the_newer_one():
     assert not core.reported(generation(1))
 
 
-def test_a_late_fence_does_not_kill_what_a_newer_launch_may_load():
+def test_a_late_line_does_not_kill_what_a_newer_launch_may_load():
     core = AgentCore("n0", LIMITS)
     older = Launch(100, 7)
-    core.handle(Started((held(9, launch=Launch(50, 1)),), None, (), None), 0.0)
+    core.handle(Started((held(9, launch=Launch(50, 1)),), (), (), None), 0.0)
     core.handle(Begun(session(launch=Launch(200, 1))), 0.0)
     told(core, "n1", Beat(), launch=older, line=from_fence(step=3, epoch=100, nonce=7))
     assert core.line is None
     assert list(core.held) == [shard(9, launch=Launch(50, 1))]
 
 
-def test_a_fence_drops_what_lies_above_it_and_leaves_what_was_loaded():
+def test_a_line_drops_what_it_abandons_and_leaves_what_was_loaded():
     old = Launch(50, 1)
     core = AgentCore("n0", LIMITS)
-    core.handle(Started(tuple(held(step, launch=old) for step in (3, 4, 5)), None, (), None), 0.0)
+    core.handle(Started(tuple(held(step, launch=old) for step in (3, 4, 5)), (), (), None), 0.0)
     core.handle(Begun(session()), 0.0)
     line = from_fence(step=4, epoch=100, nonce=7)
     effects = core.handle(LinePut(LAUNCH, line, generation(4, old)), 0.0)
     assert [one.shard.generation.step for one in only(Release, effects)] == [5]
     assert sorted(s.generation.step for s in core.held) == [3, 4]
+
+
+def alone(*mine, lines=(), line=None):
+    """A launch of one node that goes on from what `line` says, where others left `mine`."""
+    core = AgentCore("n0", LIMITS)
+    core.handle(Started(mine, lines, (), None), 0.0)
+    core.handle(Begun(session(nodes=1, replicas=0)), 0.0)
+    if line is not None:
+        core.handle(LinePut(LAUNCH, line, None), 0.0)
+    return core
+
+
+def left_after_a_commit(core):
+    for step in (20, 21):
+        core.handle(Sealed(held(step, 0, 1)), 1.0)
+    assert core.threshold.generation == generation(21)
+    return {one.generation for one in core.held} - {generation(21)}
+
+
+def test_a_record_frees_what_its_line_went_on_from():
+    older = generation(9, OLDER)
+    line = begun(LAUNCH).including(None, [older])
+    assert left_after_a_commit(alone(held(9, 0, 1, OLDER), line=line)) == set()
+
+
+@pytest.mark.parametrize("line", [None, begun(LAUNCH)], ids=["no line", "a line that does not list it"])
+def test_a_record_frees_nothing_of_a_history_that_its_line_does_not_know(line):
+    """A node that was away brings what nobody has given up."""
+    assert left_after_a_commit(alone(held(9, 0, 1, OLDER), line=line)) == {generation(9, OLDER)}
+
+
+def test_a_line_that_comes_later_kills_what_it_knows_to_be_abandoned():
+    core = alone(held(9, 0, 1, OLDER), line=begun(LAUNCH))
+    newer = Launch(200, 1)
+    told(core, "n1", Beat(), launch=newer, line=begun(newer, [OLDER]))
+    assert generation(9, OLDER) not in {one.generation for one in core.held}
+
+
+def test_the_floor_kills_what_is_of_its_own_root():
+    floor = Ancestor(Launch(60, 1), NOTHING)
+    line = Line(LAUNCH, Launch(10, 1), (), floor)
+    one = held(9, 0, 1, OLDER)
+    assert not alone(one, line=line).held
+    assert not alone(one, lines=(Line(OLDER, Launch(10, 1)),), line=line).held
+    assert list(alone(one, lines=(begun(OLDER),), line=line).held) == [one.shard], (
+        "its own line says that it is another"
+    )
+
+
+def test_the_lines_of_launches_that_nothing_is_left_of_are_forgotten():
+    other = Launch(40, 1)
+    before = (begun(other), begun(OLDER))
+    listing = begun(LAUNCH).including(None, [generation(9, OLDER), generation(3, other)])
+    assert alone(held(9, 0, 1, OLDER), lines=before, line=listing).lines == (begun(OLDER), listing)
+    assert alone(lines=before, line=begun(LAUNCH)).lines == (*before, begun(LAUNCH)), "it knows of none of them"
+
+
+def test_two_nodes_that_saved_without_a_load_are_both_believed():
+    core = alone(line=begun(LAUNCH).including(None, [generation(9, OLDER)]))
+    theirs = begun(LAUNCH).including(None, [generation(12, OLDER)])
+    effects = told(core, "n1", Beat(), line=theirs)
+    assert core.line == theirs
+    assert only(KeepLine, effects) == [KeepLine(theirs)]
+    assert not only(KeepLine, told(core, "n1", Beat(), line=begun(LAUNCH))), "nothing new"
+    assert core.line == theirs
 
 
 # --- replication
@@ -323,7 +390,7 @@ def test_as_many_committed_generations_stay_as_were_asked_for(keep, kept):
 def test_what_was_loaded_is_one_of_those_that_stay():
     base = generation(9, Launch(50, 1))
     core = AgentCore("n0", LIMITS)
-    core.handle(Started((held(9, 0, 1, Launch(50, 1)), held(8, 0, 1, Launch(50, 1))), None, (), None), 0.0)
+    core.handle(Started((held(9, 0, 1, Launch(50, 1)), held(8, 0, 1, Launch(50, 1))), (), (), None), 0.0)
     core.handle(Begun(session(nodes=1, replicas=0, keep=2)), 0.0)
     core.handle(LinePut(LAUNCH, from_fence(9, LAUNCH.epoch, LAUNCH.nonce), base), 0.0)
     for step, stay in ((10, [9, 10]), (11, [10, 11])):
@@ -342,7 +409,7 @@ def test_who_missed_a_record_learns_from_the_next_that_it_was_there():
     assert [effect.shard.generation.step for effect in only(Release, effects)] == [1]
 
 
-def test_a_fence_takes_what_a_record_kept():
+def test_a_line_takes_what_a_record_kept():
     world = Nodes(1, 0, keep=3)
     for step in (1, 2, 3):
         world.seal(step, 0)
@@ -377,7 +444,7 @@ def test_members_report_to_a_restarted_coordinator_again():
     (report,) = [body for node, body in sent(member.handle(Tick(), 2.0), Report) if node == "n0"]
     assert report.holders == ("n0",)
     coordinator = AgentCore("n0", LIMITS)
-    coordinator.handle(Started((held(1), one), FENCE, (), session()), 2.0)
+    coordinator.handle(Started((held(1), one), (FENCE,), (), session()), 2.0)
     acked(coordinator, held(1), "n1", 2.0)
     assert only(KeepRecord, told(coordinator, "n1", report, 3.0))
 
@@ -385,7 +452,7 @@ def test_members_report_to_a_restarted_coordinator_again():
 def test_a_launch_that_stepped_back_keeps_its_records_beside_higher_ones_of_the_launch_before():
     old = tuple(Record(generation(step, Launch(50, 1)), 1, 0, 0.0) for step in (11, 12, 13, 14))
     core = AgentCore("n0", LIMITS)
-    core.handle(Started((), None, old, None), 0.0)
+    core.handle(Started((), (), old, None), 0.0)
     core.handle(Begun(session(nodes=1)), 0.0)
     core.handle(Sealed(held(1, world=1)), 1.0)
     assert core.threshold.generation == generation(1)
@@ -464,7 +531,7 @@ def test_a_holder_tells_the_owner_of_its_loss_until_it_has_a_copy_again():
 
 def test_an_owner_fetches_its_bad_copy_back_even_if_it_forgot_who_has_it():
     core, one = AgentCore("n1", LIMITS), held(1, rank=1)
-    core.handle(Started((one, held(1)), FENCE, (), session()), 0.0)
+    core.handle(Started((one, held(1)), (FENCE,), (), session()), 0.0)
     effects = core.handle(Rotten(one.shard, "crc"), 1.0)
     assert ("n0", Want(one.shard, one.digest)) in sent(effects)
     assert ("n0", Lost(one.shard)) in sent(effects)
@@ -491,7 +558,7 @@ def test_ranks_of_a_node_that_disagree_are_noticed_after_a_restart_too():
     members = (Member("n0", "a:1", "", (0, 1)),)
     two = Session(LAUNCH, 2, members, 0, "ring", 2)
     core = AgentCore("n0", LIMITS)
-    effects = core.handle(Started((held(1, tag=5), held(1, rank=1, tag=0)), FENCE, (), two), 0.0)
+    effects = core.handle(Started((held(1, tag=5), held(1, rank=1, tag=0)), (FENCE,), (), two), 0.0)
     assert not only(KeepRecord, effects)
     assert {one.shard.rank for one in only(Release, effects)} == {0, 1}
 

@@ -15,6 +15,7 @@ from flashckpt.agent.messages import (
     Serve,
     Started,
 )
+from flashckpt.line import from_fence
 from flashckpt.types import ChunkRange, Launch
 from flashckpt.wire import GetOpen
 from tests.unit.test_agent_core import LAUNCH, agent, held, only, session, shard
@@ -25,7 +26,7 @@ OLD = Launch(90, 3)
 def loading(name="n0"):
     """A node of a launch that loads what an earlier one left."""
     core = agent(name)
-    core.handle(Started((held(5, 1, launch=OLD),), None, (), None), 0.0)
+    core.handle(Started((held(5, 1, launch=OLD),), (), (), None), 0.0)
     core.handle(Begun(session()), 0.0)
     return core
 
@@ -64,14 +65,14 @@ def test_everybody_else_is_told_why_not(changes, reason, retry):
     assert answer.retry is retry
 
 
-def test_a_fence_that_comes_with_a_read_is_adopted_first():
+def test_a_line_that_comes_with_a_read_is_adopted_first():
     core = loading()
     answer = refused(core, get(line=from_fence(4, LAUNCH.epoch, LAUNCH.nonce)))
     assert "does not hold" in answer.reason
     assert answer.line == core.line == from_fence(4, 100, 7)
 
 
-def test_what_was_fetched_is_held_and_stays_until_a_fence_kills_it():
+def test_what_was_fetched_is_held_and_stays_until_a_line_kills_it():
     core = loading()
     fetched = held(5, 0, launch=OLD)
     for _ in range(2):

@@ -70,7 +70,7 @@ class Cluster:
 
     def start(self, node, mine=(), **kept):
         core = self.cores[node] = AgentCore(node, LIMITS)
-        core.handle(Started(tuple(mine), kept.get("line"), (), None), self.now)
+        core.handle(Started(tuple(mine), kept.get("lines", ()), (), None), self.now)
         core.handle(Begun(self.session), self.now)
         self.dead.discard(node)
 
@@ -307,7 +307,7 @@ def test_nobody_heals_in_the_name_of_a_launch_that_is_over():
 
 def core_with_base(node="n1", nodes=3):
     core = AgentCore(node, LIMITS)
-    core.handle(Started((), None, (), None), 0.0)
+    core.handle(Started((), (), (), None), 0.0)
     core.handle(Begun(session(nodes)), 0.0)
     core.handle(LinePut(NEW, FENCE, BASE), 0.0)
     return core
@@ -336,7 +336,7 @@ def test_only_what_is_kept_is_taken_from_somebody_who_does_not_own_it():
     assert "is not n2's to give away" in declined.answer.reason
     above = BASE._replace(step=6)
     (declined,) = core.handle(put(above), 1.0)
-    assert declined.answer.reason.startswith("fenced")
+    assert declined.answer.reason.startswith("abandoned")
     (declined,) = core.handle(put(BASE, sender="stranger"), 1.0)
     assert "no member" in declined.answer.reason
 
@@ -392,12 +392,12 @@ def test_a_copy_that_is_there_is_not_sent_again():
 
 def test_what_was_loaded_survives_a_restart_of_the_agent():
     core = AgentCore("n1", LIMITS)
-    core.handle(Started((), None, (), None), 0.0)
+    core.handle(Started((), (), (), None), 0.0)
     core.handle(Begun(session(3)), 0.0)
     effects = core.handle(LinePut(NEW, FENCE, BASE), 0.0)
     (kept,) = [effect for effect in effects if isinstance(effect, KeepSession)]
     again = AgentCore("n1", LIMITS)
-    again.handle(Started((), FENCE, (), kept.session, kept.base), 0.0)
+    again.handle(Started((), (FENCE,), (), kept.session, kept.base), 0.0)
     assert again.kept == BASE
 
 
@@ -411,7 +411,7 @@ def test_what_was_loaded_survives_a_restart_of_the_agent():
 )
 def test_what_others_say_was_loaded_is_doubted(base, line):
     core = AgentCore("n1", LIMITS)
-    core.handle(Started((), line, (), None), 0.0)
+    core.handle(Started((), () if line is None else (line,), (), None), 0.0)
     core.handle(Begun(session(3)), 0.0)
     core.handle(Answered("n0", Answer(NEW, line, None, (), base=base)), 1.0)
     assert core.kept is None
@@ -420,7 +420,7 @@ def test_what_others_say_was_loaded_is_doubted(base, line):
 def test_hearsay_of_a_commit_heals_and_frees_nothing():
     core = AgentCore("n1", LIMITS)
     older, newer = (Generation(NEW.epoch, NEW.nonce, step, 1) for step in (1, 2))
-    core.handle(Started((held(older, 1, 3), held(newer, 1, 3)), None, (), session(3)), 0.0)
+    core.handle(Started((held(older, 1, 3), held(newer, 1, 3)), (), (), session(3)), 0.0)
     says = Answered("n2", Answer(NEW, None, Record(newer, 3, 1, 0.0), ()))
     core.handle(says, 1.0)
     assert core.kept is None, "the coordinator answers, as far as is known"

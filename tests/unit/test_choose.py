@@ -19,9 +19,10 @@ def held(shard, content=0):
 
 def inventory(shards, line, *others):
     """What the first node holds, and what the others do."""
+    lines = () if line is None else (line,)
     nodes = [[held(shard) for shard in shards], *others]
     names = [f"node{number}" for number in range(len(nodes))]
-    found = [NodeInventory(n, tuple(holdings), line, 0, (), ()) for n, holdings in zip(names, nodes, strict=True)]
+    found = [NodeInventory(n, tuple(holdings), lines, 0, (), ()) for n, holdings in zip(names, nodes, strict=True)]
     return merge(names, map(encode, found))
 
 
@@ -33,14 +34,14 @@ def test_newest_step_first():
     assert choose(inventory(whole(OLD, other), None), None).candidates == (other, OLD)
 
 
-def test_a_fence_buries_what_lies_above_it():
+def test_a_line_abandons_what_lies_above_it():
     choice = choose(inventory(whole(OLD, NEW), from_fence(step=4, epoch=2, nonce=20)), None)
     assert choice.candidates == (NEW,)
-    assert choice.passed_over == ((OLD, "fenced: step 4 was loaded at epoch 2"),)
+    assert choice.passed_over == ((OLD, "abandoned: the job went on from step 4 of launch 000000000000000a"),)
 
 
-def test_two_histories_without_a_fence_are_refused_by_name():
-    with pytest.raises(AmbiguousHistoryError, match=r"step 8 .* step 5") as caught:
+def test_two_histories_that_know_nothing_of_each_other_are_refused_by_name():
+    with pytest.raises(AmbiguousHistoryError, match=r"(?s)step 8 .*step 5") as caught:
         choose(inventory(whole(OLD, NEW), None), None)
     assert caught.value.steps == (8, 5)
 

@@ -169,7 +169,7 @@ def test_status_with_the_agents_word(store, capsys):
     seal(store, shard(10, 0), shard(10, 1), shard(10, 2))
     held = tuple(Held(shard(10, rank), bytes([rank]) * 16, store.granule_bytes, 0) for rank in range(3))
     core = AgentCore("node-a")
-    core.handle(Started(held, None, (), SESSION), 0.0)
+    core.handle(Started(held, (), (), SESSION), 0.0)
     core.handle(Pushed(shard(10, 0), "node-b", PushEnd.ACKED, digest=bytes(16)), 1.0)
     core.handle(Pushed(shard(10, 1), "node-b", PushEnd.FAILED, reason="\x1b[31mconnection reset"), 2.0)
     shown = status.overview_of(view(store, JOB), seen_by(core, store, 60.0), time.time())
@@ -203,7 +203,7 @@ def test_what_is_kept_is_shown_with_the_losses_it_would_survive(store, capsys):
     record = Record(generation(10), 3, 1, committed_at=1.5)
     held = tuple(Held(shard(10, rank), bytes([rank]) * 16, store.granule_bytes, 0) for rank in range(3))
     core = AgentCore("node-a")
-    core.handle(Started(held, None, (record,), SESSION), 0.0)
+    core.handle(Started(held, (), (record,), SESSION), 0.0)
     core.handle(Tick(), 1.0)
     shown = status.overview_of(view(store, JOB), seen_by(core, store, 1.0), time.time())
     assert shown["kept"]["health"] is None, "node-b may still speak"
@@ -231,7 +231,7 @@ def test_what_is_kept_is_shown_with_the_losses_it_would_survive(store, capsys):
 
 def test_records_of_what_is_not_here_are_shown_by_the_agent_alone(store):
     core = AgentCore("node-a")
-    core.handle(Started((), None, (Record(generation(10), 3, 1, 1.5),), SESSION), 0.0)
+    core.handle(Started((), (), (Record(generation(10), 3, 1, 1.5),), SESSION), 0.0)
     shown = status.overview_of(view(store, JOB), seen_by(core, store, 1.0), time.time())
     assert shown["generations"] == []
     assert [one["step"] for one in shown["records_only"]] == [10]

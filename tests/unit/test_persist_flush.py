@@ -286,14 +286,14 @@ def test_a_dead_attempt_at_the_same_step_goes_with_the_commit(checkpointer, memo
     assert not [name for name in names if dead.suffix in name]
 
 
-def test_a_fence_that_is_being_written_is_not_swept(tmp_path):
+def test_a_history_that_is_being_written_is_not_swept(tmp_path):
     now = time.time()
-    aside = {"line.json.tmp-00000000000000aa": now, "line.json.tmp-00000000000000ab": now - 7200}
+    aside = {"history.json.tmp-00000000000000aa": now, "history.json.tmp-00000000000000ab": now - 7200}
     for name, written_at in aside.items():
         (tmp_path / name).write_text("{}")
         os.utime(tmp_path / name, (written_at, written_at))
     sweep(LocalStorage(str(tmp_path)), 1, "00000000000000aa")
-    assert os.listdir(tmp_path) == ["line.json.tmp-00000000000000aa"]
+    assert os.listdir(tmp_path) == ["history.json.tmp-00000000000000aa"]
 
 
 def test_a_failed_deletion_fails_no_flush_and_is_repeated(checkpointer, memory_dir, tmp_path, monkeypatch, caplog):

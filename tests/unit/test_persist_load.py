@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pickle
 import shutil
@@ -14,13 +15,15 @@ import torch.distributed.checkpoint as dcp
 import flashckpt
 from flashckpt.errors import CorruptShardError, DeniedError, UnsafeDirectoryError
 from flashckpt.format.dtypes import ITEMSIZE
-from flashckpt.line import from_fence
+from flashckpt.line import begun, from_fence
+from flashckpt.load.histories import pick
+from flashckpt.persist.catalog import read_lines, write_line
 from flashckpt.persist.flush import flush
 from flashckpt.persist.restore import DiskInventory, OnDisk, choose_on_disk
 from flashckpt.persist.spec import FlushSpec
 from flashckpt.persist.storage import open_storage
 from flashckpt.persist.unpickle import read_index
-from flashckpt.types import Generation, PersistSettings
+from flashckpt.types import Generation, Launch, PersistSettings
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
@@ -310,16 +313,118 @@ def test_a_checkpoint_of_somebody_else_is_not_loaded(memory_dir, out, monkeypatc
         checkpointer.load(blank())
 
 
-def test_nothing_anywhere_is_a_fresh_start_but_a_disk_that_fails_is_not(memory_dir, out, tmp_path):
+def test_nothing_anywhere_is_a_fresh_start_but_a_disk_that_fails_is_not(memory_dir, out, monkeypatch):
+    def fail(*_):
+        raise OSError(5, "Input/output error")
+
     with open_checkpointer(memory_dir, out) as checkpointer:
         assert checkpointer.load(blank()) is None
     out.mkdir()
-    (out / "line.json").write_text("not json")
+    monkeypatch.setattr("flashckpt.persist.restore.look_around", fail)
     with (
         open_checkpointer(memory_dir, out) as checkpointer,
         pytest.raises(flashckpt.UnusableError, match="can't be read"),
     ):
         checkpointer.load(blank())
+
+
+# --- the job's history beside its steps
+
+
+def two_steps_and_a_rollback(memory_dir, out):
+    """Steps 3 and 4 lie on disk, the job went on from 3, and no memory is left."""
+    with open_checkpointer(memory_dir, out) as checkpointer:
+        for step in (3, 4):
+            to_disk(memory_dir, out, checkpointer.save(step, state(step)))
+    with open_checkpointer(memory_dir, out) as checkpointer:
+        assert checkpointer.load(blank(), step=3).step == 3
+    forget_memory(memory_dir)
+
+
+def test_when_all_memory_is_gone_the_disk_remembers_what_was_abandoned(memory_dir, out):
+    two_steps_and_a_rollback(memory_dir, out)
+    assert "history.json" in os.listdir(out)
+    assert "fence.json" not in os.listdir(out)
+    with open_checkpointer(memory_dir, out) as checkpointer:
+        live = blank()
+        assert checkpointer.load(live).step == 3
+        check(live, 3)
+
+
+def test_what_an_earlier_version_remembered_counts(memory_dir, out):
+    two_steps_and_a_rollback(memory_dir, out)
+    line = read_lines(open_storage(str(out)))[-1]
+    (out / "history.json").unlink()
+    fence = {"step": 3, "epoch": line.head.epoch, "nonce": f"{line.head.nonce:016x}"}
+    (out / "fence.json").write_text(json.dumps(fence))
+    with open_checkpointer(memory_dir, out) as checkpointer:
+        assert checkpointer.load(blank()).step == 3
+    (later,) = read_lines(open_storage(str(out)))
+    assert later.supersedes(line)
+
+
+@pytest.mark.parametrize("content", ["", "not json", "[]", "{}", '{"schema": "flashckpt.history/v1", "lines": [7]}'])
+@pytest.mark.parametrize("name", ["history.json", "fence.json"])
+def test_a_damaged_history_costs_no_step_and_is_set_aside(memory_dir, out, caplog, name, content):
+    two_steps_and_a_rollback(memory_dir, out)
+    (out / "history.json").unlink()
+    (out / name).write_text(content)
+    with open_checkpointer(memory_dir, out) as checkpointer:
+        assert checkpointer.load(blank(), read_only=True).step == 4, "that it was abandoned is not known any more"
+        assert f"{name}: expected" in caplog.text
+        assert "load(step=…) takes the one that you name" in caplog.text
+        assert (out / name).read_text() == content
+        live = blank()
+        assert checkpointer.load(live, step=3).step == 3
+        check(live, 3)
+    assert f"it was set aside as {name}.damaged-" in caplog.text
+    (aside,) = [path for path in out.iterdir() if path.name.startswith(f"{name}.damaged-")]
+    assert aside.read_text() == content
+    forget_memory(memory_dir)
+    with open_checkpointer(memory_dir, out) as checkpointer:
+        assert checkpointer.load(blank()).step == 3
+
+
+def at(launch, step):
+    return Generation(launch.epoch, launch.nonce, step, 1)
+
+
+def test_the_history_keeps_each_line_that_no_other_knows_of(tmp_path):
+    storage = open_storage(str(tmp_path))
+    a, b, stranger = (Launch(epoch, (1 << 64) - epoch) for epoch in (10, 20, 15))
+    assert read_lines(storage) == ()
+    write_line(storage, begun(a))
+    write_line(storage, begun(stranger))
+    assert read_lines(storage) == (begun(a), begun(stranger))
+    line = begun(a).continued(b, at(a, 7))
+    write_line(storage, line)
+    assert read_lines(storage) == (begun(stranger), line)
+    write_line(storage, line)
+    assert read_lines(storage) == (begun(stranger), line)
+    assert json.loads((tmp_path / "history.json").read_text()) == {
+        "schema": "flashckpt.history/v1",
+        "lines": [
+            {"head": [15, "fffffffffffffff1"], "root": [15, "fffffffffffffff1"], "floor": None, "listed": []},
+            {
+                "head": [20, "ffffffffffffffec"],
+                "root": [10, "fffffffffffffff6"],
+                "floor": None,
+                "listed": [[10, "fffffffffffffff6", 7]],
+            },
+        ],
+    }
+
+
+def test_the_history_remembers_what_memory_has_folded(tmp_path):
+    storage = open_storage(str(tmp_path))
+    full = memory = begun(Launch(1, 1))
+    for epoch in range(2, 80):
+        base = Generation(epoch - 1, epoch - 1, epoch, 1)
+        full, memory = (line.continued(Launch(epoch, epoch), base) for line in (full, memory))
+        memory = memory.compacted()
+        write_line(storage, memory)
+    assert memory.floor is not None
+    assert read_lines(storage) == (full,)
 
 
 def generation(step, epoch):
@@ -329,9 +434,12 @@ def generation(step, epoch):
 def test_choice_on_disk():
     steps = tuple(OnDisk(f"step-{step}", generation(step, epoch), "") for step, epoch in ((5, 1), (9, 1), (7, 2)))
     line = from_fence(5, 2, 2)
-    chosen = choose_on_disk(DiskInventory(steps, line), line, None)
+    inventory = DiskInventory(steps, (line,))
+    chosen = choose_on_disk(inventory, pick(inventory.lines, inventory.whole), None)
     assert [one.name for one in chosen.candidates] == ["step-7", "step-5"]
-    assert "fenced" in chosen.passed_over[0]
+    assert chosen.passed_over == ("step-9 on disk: abandoned: the job went on from step 5 of launch 0000000000000001",)
     with pytest.raises(flashckpt.AmbiguousHistoryError):
-        choose_on_disk(DiskInventory(steps), None, None)
-    assert [one.name for one in choose_on_disk(DiskInventory(steps), None, 9).candidates] == ["step-9"]
+        pick((), inventory.whole)
+    assert [
+        one.name for one in choose_on_disk(DiskInventory(steps), pick((), inventory.whole, step=9), 9).candidates
+    ] == ["step-9"]

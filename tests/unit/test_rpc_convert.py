@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from flashckpt import wire
 from flashckpt.credentials import Bundle
 from flashckpt.errors import IncompatibleError
+from flashckpt.line import MAX_LISTED, Ancestor, Line, order
 from flashckpt.rpc import convert
 from flashckpt.rpc.api import Hello, Lease, Progress
 from flashckpt.store.owner import Owner
-from flashckpt.types import Claimant, Generation, Launch, Level, Line, Member, Record, Session, ShardId
+from flashckpt.types import Claimant, Generation, Launch, Level, Member, Record, Session, ShardId
 from flashckpt.v1 import agent_pb2, common_pb2, peer_pb2
 
 counts = st.integers(0, (1 << 63) - 1)
@@ -26,7 +27,21 @@ plain = st.text(st.characters(codec="ascii", categories=["L", "N", "P"]), max_si
 digests = st.binary(min_size=16, max_size=16)
 epochs = st.integers(0, 4_000_000_000_000)  # milliseconds since 1970, far from both ends
 launches = st.builds(Launch, epochs, nonces)
-lines = st.builds(Line, st.integers(-(1 << 63), (1 << 63) - 1), epochs, nonces)
+
+
+@st.composite
+def _lines(draw):
+    """As launches make them: ancestors in order, all of them older than the head."""
+    *older, head = sorted(
+        draw(st.sets(st.builds(Launch, st.integers(1, 4_000_000_000_000), nonces), min_size=1)), key=order
+    )
+    below = older.pop(0) if older and draw(st.booleans()) else None
+    steps = st.integers(-1, (1 << 63) - 1)
+    floor = None if below is None else Ancestor(below, draw(steps))
+    return Line(head, draw(launches), tuple(Ancestor(one, draw(steps)) for one in older), floor)
+
+
+lines = _lines()
 generations = st.builds(Generation, counts, nonces, counts, counts)
 worlds = st.integers(1, 1 << 24)
 shards = st.builds(lambda generation, world, rank: ShardId(generation, rank % world, world), generations, worlds, small)
@@ -121,7 +136,7 @@ def through(message):
 
 PAIRS = [
     ("launch", launches, convert.to_launch, convert.from_launch),
-    ("line", lines, convert.to_line, convert.from_fence),
+    ("line", lines, convert.to_line, convert.from_line),
     ("generation", generations, convert.to_generation, convert.from_generation),
     ("shard", shards, convert.to_shard, convert.from_shard),
     ("record", records, convert.to_record, convert.from_record),
@@ -226,12 +241,23 @@ def session(*members, world=2, launch=LAUNCH, strategy="ring"):
     return convert.from_session, agent_pb2.Session(launch=launch, world=world, members=built, strategy=strategy)
 
 
+def ancestor(epoch, step=1):
+    return common_pb2.Ancestor(launch=common_pb2.Launch(epoch=epoch, nonce=2), step=step)
+
+
+def line(*listed, head=LAUNCH, **more):
+    return convert.from_line, common_pb2.Line(head=head, root=LAUNCH, listed=listed, **more)
+
+
 REFUSED = {
     "generation": (convert.from_shard, common_pb2.ShardId(rank=0, world=1)),
     "rank": (convert.from_shard, common_pb2.ShardId(generation=GENERATION, rank=2, world=2)),
     "world": (convert.from_shard, common_pb2.ShardId(generation=GENERATION, rank=0, world=(1 << 24) + 1)),
     "step": (convert.from_generation, common_pb2.Generation(step=1 << 63)),
     "epoch": (convert.from_launch, common_pb2.Launch(epoch=(1 << 64) - 1)),
+    "head": line(head=None),
+    "line": line(ancestor(1)),
+    "listed": line(*[ancestor(1)] * (MAX_LISTED + 1)),
     "keeps": (convert.from_record, common_pb2.Record(generation=GENERATION, world=1, keeps=[GENERATION] * 65)),
     "committed_at": (convert.from_record, common_pb2.Record(generation=GENERATION, world=1, committed_at=math.nan)),
     "digest": opening(digest=bytes(15)),
@@ -295,6 +321,25 @@ def test_lists_are_bounded():
         back(message)
     with pytest.raises(IncompatibleError, match="copies"):
         convert.from_answer(peer_pb2.TellResponse(copies=[peer_pb2.Copy(source="a", target="b")] * ((1 << 8) + 1)))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        line(ancestor(3), ancestor(2), head=common_pb2.Launch(epoch=9)),
+        line(ancestor(3), ancestor(3), head=common_pb2.Launch(epoch=9)),
+        line(ancestor(10), head=common_pb2.Launch(epoch=9)),
+        line(ancestor(3, step=-2), head=common_pb2.Launch(epoch=9)),
+        line(floor=ancestor(9, step=-2), head=common_pb2.Launch(epoch=10)),
+        line(floor=ancestor(11), head=common_pb2.Launch(epoch=10)),
+        line(head=common_pb2.Launch(epoch=0, nonce=5)),
+    ],
+    ids=["not sorted", "twice", "newer than the head", "step", "step of the floor", "floor above the head", "no head"],
+)
+def test_a_line_that_nobody_can_have_is_refused(message):
+    back, line = message
+    with pytest.raises(IncompatibleError, match="line of a message"):
+        back(line)
 
 
 @pytest.mark.parametrize("address", ["unix:/run/x", "dns:///evil:1", "node:7000", "10.0.0.1", "xds:///a"])

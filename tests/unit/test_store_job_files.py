@@ -165,7 +165,7 @@ def test_records_newest_first_and_four_are_kept(store):
     assert store.check() == []
 
 
-def test_records_that_the_fence_kills_go_first(store):
+def test_records_that_the_line_kills_go_first(store):
     for step in (10, 20, 30, 40):
         store.write_record(record(step))
     store.write_line(from_fence(step=10, epoch=2000, nonce=1))
@@ -230,7 +230,7 @@ def test_names_of_records_and_drafts():
     for kind in Draft:
         draft = parse_draft_name(draft_name(kind, owner, 5))
         assert (draft.kind, draft.writer) == (kind, owner)
-    assert parse_draft_name(draft_name(Draft.FENCE, owner, 5).replace("line", "other")) is None
+    assert parse_draft_name(draft_name(Draft.LINE, owner, 5).replace("line", "other")) is None
 
 
 # --- secrets

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from flashckpt.errors import ConfigError
-from flashckpt.line import from_fence
 from flashckpt.store.names import (
-    fence_name,
+    damaged_line_name,
     job_directory_name,
-    parse_fence_draft_name,
-    parse_fence_name,
+    line_name,
+    parse_damaged_line_name,
+    parse_draft_name,
+    parse_line_name,
     parse_sealed_name,
     parse_slot_name,
     parse_void_name,
@@ -18,7 +19,7 @@ from flashckpt.store.names import (
     slot_name,
 )
 from flashckpt.store.owner import Owner
-from flashckpt.types import Generation, ShardId
+from flashckpt.types import Generation, Launch, ShardId
 
 OWNER = Owner(4321, 99887, "81c33f2d", 4026531836)
 SHARD = ShardId(Generation(1753, 0xABC, 1200, 3), 5, 8)
@@ -30,7 +31,8 @@ def test_exact_names():
     """Processes of two versions may meet in one directory: a changed form is a changed format."""
     assert slot_name(42, OWNER) == SLOT_NAME
     assert sealed_name(SHARD, 43, 42, OWNER) == SEALED_NAME
-    assert fence_name(from_fence(step=-1, epoch=7, nonce=8)) == "line-7-0000000000000008--1"
+    assert line_name(Launch(epoch=7, nonce=8)) == "line-7-0000000000000008"
+    assert damaged_line_name("line-7-0000000000000008") == "damaged-line-7-0000000000000008"
 
 
 @pytest.mark.parametrize(
@@ -71,11 +73,34 @@ def test_foreign_sealed_names(name):
     assert parse_sealed_name(name) is None
 
 
-@pytest.mark.parametrize("name", ["line", "line-7-8-9", "line-7-0000000000000008--0", "line-07-0000000000000008-1"])
-def test_foreign_fence_names(name):
-    assert parse_fence_name(name) is None
-    assert parse_fence_draft_name(name) is None
+@pytest.mark.parametrize(
+    "name",
+    [
+        "line",
+        "line-7-8",
+        "line-07-0000000000000008",
+        "line-7-000000000000000A",
+        "line-7-0000000000000008-1",
+        "line-7-0000000000000008\n",
+        "line-99999999999999999999-0000000000000008",
+        "fence-7-0000000000000008-1",
+        "damaged-line-7-8",
+        "damaged-damaged-line-7-0000000000000008",
+    ],
+)
+def test_foreign_line_names(name):
+    assert parse_line_name(name) is None
+    assert parse_damaged_line_name(name) is None
+    assert parse_draft_name(name) is None
     assert parse_void_name(name) is None
+
+
+def test_a_damaged_line_is_no_line():
+    name = line_name(Launch(epoch=7, nonce=8))
+    assert parse_line_name(name) == Launch(7, 8)
+    assert parse_damaged_line_name(name) is None
+    assert parse_damaged_line_name(damaged_line_name(name)) == name
+    assert parse_line_name(damaged_line_name(name)) is None
 
 
 @pytest.mark.parametrize(

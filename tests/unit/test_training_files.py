@@ -30,7 +30,8 @@ def test_beside_a_step(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["", "..", "a/b", "/etc/passwd", "meta.json", ".metadata", "latest", "line.json", "step-3", "x.distcp", 5]
+    "name",
+    ["", "..", "a/b", "/etc/passwd", "meta.json", ".metadata", *("latest", "history.json", "fence.json", "step-3", 5)],
 )
 def test_bad_names(tmp_path, name):
     with pytest.raises(ConfigError, match="write_file"):
