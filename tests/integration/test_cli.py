@@ -84,7 +84,9 @@ def test_ls_json(saved):
     assert found["memory_dir"] == str(saved)
     (job,) = found["jobs"]
     assert job["job"] == "run1"
-    assert job["line"] is None
+    # The first save of a launch says that it began with nothing.
+    root = job["line"]["root"]
+    assert job["line"] == {"history": root, "root": root, "from_step": None, "from_launch": None}
     newest, older = job["generations"]
     assert (newest["step"], newest["state"], newest["ranks"], newest["world"]) == (20, "complete", [0], 1)
     assert older["step"] == 10
