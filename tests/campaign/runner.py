@@ -669,9 +669,10 @@ class World:
 
     def do_split(self, ranks, episode):
         """Two parts of the job's nodes are started as the job, one after the other, and don't hear of each other."""
-        self.wait_saves(ranks)
         self.end(ranks)
         nodes = self.nodes_of(episode)
+        if not self.relaunch(replace(episode, replicas=len(nodes) - 1)):  # then each part has all it needs
+            return
         one = self.cluster[episode.victims[0]]
         for node in nodes:
             node.kill()

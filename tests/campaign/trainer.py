@@ -114,7 +114,7 @@ def train(spec, directory, journal, checkpointer, rank, world, step, mark):
         if handle.generation is None:
             continue
         handles[step] = [handle, "none"]
-        tell_levels(journal, handles)
+        tell_levels(journal, handles, 400 if "persist_dir" in spec["config"] else 40)
         if step % 10 == 5 and rank == 0 and "persist_dir" in spec["config"]:
             with contextlib.suppress(FlashError):  # nothing is committed yet, or the agent is just being replaced
                 checkpointer.flush()
@@ -133,14 +133,15 @@ def count_objects():
     return len(gc.get_objects())
 
 
-def tell_levels(journal, handles):
+def tell_levels(journal, handles, kept=400):
+    """`kept`: as many are looked at; a flush takes its time."""
     for step, one in list(handles.items()):
         handle, said = one
         level = handle.level.name.lower()
         if level != said:
             one[1] = level
             journal.tell("level", step=step, level=level, generation=list(handle.generation))
-        if step < max(handles) - 400:
+        if step < max(handles) - kept:
             del handles[step]
 
 
