@@ -187,7 +187,7 @@ def test_the_last_launch_of_all(arena, client, ticket, epoch):
     with pytest.raises(IncompatibleError, match="epoch of a launch: expected at most"):
         client.hello(Owner.current(), 0, VERSION, JOB, last, 1.0)
     with pytest.raises(IncompatibleError, match="epoch of a launch: expected at most"):
-        client.put_fence(ticket, Fence(0, epoch, 1), None)
+        client.put_line(ticket, from_fence(0, epoch, 1), None)
     assert arena.status()["launch"]["epoch"] == arena.launch.launch.epoch
     assert not arena.status()["fenced"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flashckpt.errors import AmbiguousHistoryError, NotFoundError
-from flashckpt.line import NOTHING, Ancestor, Line, begun, from_fence, name_of
+from flashckpt.line import GIVEN_UP, NOTHING, Ancestor, Line, begun, from_fence, name_of
 from flashckpt.load.histories import Pick, anew, pick
 from flashckpt.types import Generation, Launch
 
@@ -136,7 +136,7 @@ def test_the_others_are_given_up_for_good():
     picked = pick([ALONE, A_B, STRAY], WHOLE, [A, B, STRANGER], history=name_of(STRANGER))
     line = picked.line_for(NEXT, at(STRANGER, 25))
     assert line.root == STRANGER
-    assert line.listed == (Ancestor(A, NOTHING), Ancestor(STRANGER, 25), Ancestor(B, NOTHING))
+    assert line.listed == (Ancestor(A, GIVEN_UP), Ancestor(STRANGER, 25), Ancestor(B, NOTHING))
     assert pick([ALONE, A_B, STRAY, line], WHOLE).line == line
     assert candidates(pick([ALONE, A_B, STRAY, line], WHOLE), WHOLE) == [at(STRANGER, 3), at(STRANGER, 25)]
 
