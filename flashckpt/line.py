@@ -135,18 +135,19 @@ class Line:
         return Line(head, self.root, _in_order(steps, head), self.floor)
 
     def including(self, older: Line | None, present: Collection[Generation]) -> Line:
-        """Return the line of a launch that goes on from all of `present` that the line before it does not abandon."""
-        steps = {} if older is None else {one.launch: one.step for one in older.listed}
-        for generation in present:
-            launch = launch_of(generation)
-            if older is None or not older.kills(generation):
-                steps[launch] = max(generation.step, steps.get(launch, NOTHING))
+        """Return the line of a launch that saves without a load: it goes on from all that is left of older launches.
+
+        IMPORTANT: without a limit for launches that the line before it does not list. What is `present` on this node is
+        no measure of what others have of the same launch, and they adopt this line.
+        """
+        left = {launch_of(one) for one in present}
+        steps = dict.fromkeys(left, EVERYTHING)
         if older is None:
             return Line(self.head, self.root, _in_order(steps, self.head), self.floor)
-        steps.setdefault(older.head, NOTHING)
-        return Line(self.head, older.root, _in_order(steps, self.head), older.floor).compacted(
-            {launch_of(one) for one in present}
-        )
+        steps |= {older.head: EVERYTHING}
+        steps |= {one: cut for one in left if one != older.head and (cut := older.cut(one)) is not None}
+        steps |= {one.launch: one.step for one in older.listed}
+        return Line(self.head, older.root, _in_order(steps, self.head), older.floor).compacted(left)
 
     def compacted(self, present: Collection[Launch] = (), most: int = KEPT) -> Line:
         """Fold the oldest launches into the floor, except those of which something is left (`present`), and the roots

@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from flashckpt.line import launch_of, name_of
 from flashckpt.types import age_order
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ class State(enum.Enum):
     COMPLETE = "complete"  # every rank's shard is sealed
     PENDING = "pending"  # this launch is still writing it
     DEAD = "dead"  # it can never become a candidate
+    OTHER = "other history"  # the line in force does not know its launch: a person decides what becomes of it
     DISAGREES = "disagrees"  # dead, because ranks relied on tensors that others did not store
 
 
@@ -33,12 +35,13 @@ def judge(
     launch: Launch | None,
     line: Line | None,
     voids: Collection[Generation] = (),
+    roots: Mapping[Launch, Launch] | None = None,
 ) -> dict[Generation, Verdict]:
     """The state of every generation, from the shards that lie sealed and the tags in their names.
 
     `launch` is the one that asks: what it has begun may still be completed, unless a rank said that it gave up
     (`voids`) or went on to a later one; what older launches left half done never will. None judges from
-    outside, when no trainer writes.
+    outside, when no trainer writes. `roots`: of launches whose lines are known.
     """
     asking = None if launch is None else (launch.epoch, launch.nonce)
     shards: dict[Generation, list[ShardId]] = {}
@@ -56,6 +59,7 @@ def judge(
             latest if (generation.epoch, generation.nonce) == asking else None,
             line,
             voids,
+            None if roots is None else roots.get(launch_of(generation)),
         )
         for generation, members in shards.items()
     }
@@ -68,10 +72,14 @@ def _judge_one(
     latest: Mapping[int, tuple[int, int]] | None,
     line: Line | None,
     voids: Collection[Generation],
+    root: Launch | None,
 ) -> Verdict:
-    abandoned = "" if line is None else line.why_killed(generation)
-    if abandoned:
-        return Verdict(State.DEAD, abandoned)
+    if line is not None:
+        abandoned, launch = line.why_killed(generation, root), launch_of(generation)
+        if abandoned:
+            return Verdict(State.DEAD, abandoned)
+        if line.cut(launch, root) is None and launch.is_older_than(line.head):
+            return Verdict(State.OTHER, f"of another history, {name_of(launch)}, which the job's line does not know")
     worlds = {shard.world for shard in members}
     if len(worlds) > 1:
         return Verdict(State.DEAD, f"its shards disagree on the world size: {sorted(worlds)}")
@@ -102,7 +110,12 @@ def releasable(verdicts: Mapping[Generation, Verdict], keep: int = 1) -> set[Gen
         generation
         for generation, verdict in verdicts.items()
         if verdict.state in (State.DEAD, State.DISAGREES)
-        or (complete and generation not in stays and age_order(generation) < age_order(complete[0]))
+        or (
+            verdict.state is not State.OTHER
+            and complete
+            and generation not in stays
+            and age_order(generation) < age_order(complete[0])
+        )
     }
 
 

@@ -240,7 +240,9 @@ def judge_store(store: SlotStore, launch: Launch) -> tuple[tuple[Sealed, ...], d
     """The sealed shards of this node, and the state of each generation among them."""
     scan = store.scan()
     tags = {one.shard: one.tag for one in scan}
-    return scan, judge(tags, launch, store.read_line(), store.voids())
+    lines = store.read_lines()
+    roots = {line.head: line.root for line in lines}
+    return scan, judge(tags, launch, lines[-1] if lines else None, store.voids(), roots)
 
 
 def _age(sealed: Sealed) -> tuple[int, int, int, int]:
