@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from flashckpt.line import (
+    EVERYTHING,
     KEPT,
     MAX_ENCODED_BYTES,
     MAX_LISTED,
@@ -189,18 +190,19 @@ def test_the_floor_speaks_for_its_own_root_only():
 
 def test_a_save_without_a_load_goes_on_from_all_that_lies_there():
     line = begun(C).including(None, [at(A, 5), at(A, 10), at(A, 7), at(B, 3)])
-    assert line == Line(C, C, (Ancestor(A, 10), Ancestor(B, 3)))
+    # Also of what lies elsewhere: nodes adopt each other's lines.
+    assert line == Line(C, C, (Ancestor(A, EVERYTHING), Ancestor(B, EVERYTHING)))
 
 
 def test_a_save_without_a_load_revives_nothing():
     before = begun(A).continued(B, at(A, 10))
     line = begun(C).including(before, [at(A, 12), at(A, 9), at(B, 13), at(STRANGER, 4)])
     assert line.root == A
-    assert line.listed == (Ancestor(A, 10), Ancestor(STRANGER, 4), Ancestor(B, 13))
+    assert line.listed == (Ancestor(A, 10), Ancestor(STRANGER, EVERYTHING), Ancestor(B, EVERYTHING))
 
 
-def test_a_save_without_a_load_goes_on_without_a_launch_that_left_nothing():
-    assert begun(C).including(begun(B), []).listed == (Ancestor(B, NOTHING),)
+def test_a_save_without_a_load_gives_up_nothing_that_may_lie_elsewhere():
+    assert begun(C).including(begun(B), []).listed == (Ancestor(B, EVERYTHING),)
     assert begun(C).including(None, []) == begun(C)
 
 
