@@ -151,6 +151,7 @@ static int true_cut(int l, int m)
 static int cut_of(int l, int m)
 {
 	int known = true_cut(l, m);
+	if (MUTANT("no-line")) return ALL;
 	if (MUTANT("line-by-epoch") && now.epoch[m] == now.epoch[l]) return ALL;
 	return MUTANT("kills-the-unknown") && known == UNKNOWN && older(m, l) ? NOTHING : known;
 }
@@ -158,7 +159,7 @@ static int on_line(int l, int u) { int cut = cut_of(l, now.launch[u]); return cu
 static int kills(int l, int u)
 {
 	int cut = l ? cut_of(l, now.launch[u]) : UNKNOWN;
-	return !MUTANT("no-line") && cut != UNKNOWN && now.step[u] > cut;
+	return cut != UNKNOWN && now.step[u] > cut;
 }
 static int dead(int l, int u)
 {
