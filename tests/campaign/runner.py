@@ -32,7 +32,7 @@ PEER_TIMEOUT = 2.0
 # Of what takes a second on an idle machine.
 PATIENCE = 60.0
 _SETTLE = 6.0
-_FLUSH = 40.0  # the flusher imports torch at the lowest priority
+_FLUSH = 60.0  # the flusher imports torch
 
 
 @dataclass

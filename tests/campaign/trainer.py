@@ -118,6 +118,7 @@ def train(spec, directory, journal, checkpointer, rank, world, step, mark):
         if step % 10 == 5 and rank == 0 and "persist_dir" in spec["config"]:
             with contextlib.suppress(FlashError):  # nothing is committed yet, or the agent is just being replaced
                 checkpointer.flush()
+                handle.wait("persisted", 0.02)  # then the flush is not nice
         if step % 20 == 0:
             journal.tell("objects", objects=count_objects())
         time.sleep(spec["pause"])
