@@ -10,11 +10,12 @@ from bench.errors import BenchError
 from flashckpt.format.layout import encode_layout
 from flashckpt.load.catalogue import SHARD, Catalogue, Description
 from flashckpt.load.choose import choose
-from flashckpt.load.cover import index, uncovered
 from flashckpt.load.inventory import copies_of, encode, merge
-from flashckpt.load.plan import Reader, Want, plan
-from flashckpt.load.sources import Fetcher, Needs, Place, needs_of, plan_retrievals
+from flashckpt.load.plan import Want, plan
+from flashckpt.load.sources import Fetcher, Needs, NodePlace, needs_of, plan_retrievals
 from flashckpt.save.values import pack
+from flashckpt.state.assumed import Reader
+from flashckpt.state.cover import index, uncovered
 from flashckpt.state.flatten import Flat
 from flashckpt.types import (
     Box,
@@ -47,8 +48,8 @@ class Cluster:
         return self.nodes * RANKS_PER_NODE
 
     @property
-    def places(self) -> list[Place]:
-        return [Place(f"node-{number}", "") for number in range(self.nodes)]
+    def places(self) -> list[NodePlace]:
+        return [NodePlace(f"node-{number}", "") for number in range(self.nodes)]
 
 
 def inventories(cluster: Cluster, lost: frozenset[int] = frozenset()) -> list[bytes]:

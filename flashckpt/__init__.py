@@ -54,9 +54,9 @@ if TYPE_CHECKING:
         latest_checkpoint,
         peek,
     )
+    from flashckpt.load.disk.elsewhere import load_keys
     from flashckpt.load.result import LoadResult
     from flashckpt.manager import CheckpointManager
-    from flashckpt.persist.elsewhere import load_keys
     from flashckpt.save.handle import SaveHandle
     from flashckpt.state.flatten import PerRank, Whole
     from flashckpt.training.stopping import install_signal_handlers
@@ -70,7 +70,7 @@ _LAZY = {
     "find_checkpoints": "flashckpt.discover",
     "latest_checkpoint": "flashckpt.discover",
     "peek": "flashckpt.discover",
-    "load_keys": "flashckpt.persist.elsewhere",
+    "load_keys": "flashckpt.load.disk.elsewhere",
     "Checkpointer": "flashckpt.checkpointer",
     "LoadResult": "flashckpt.load.result",
     "PerRank": "flashckpt.state.flatten",

@@ -12,7 +12,6 @@ import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
-from flashckpt.closing import Parts, unmasked
 from flashckpt.collector import resume_collector
 from flashckpt.config import CheckpointConfig, Settings, resolve
 from flashckpt.errors import (
@@ -24,14 +23,11 @@ from flashckpt.errors import (
     PersistError,
     UnusableError,
 )
-from flashckpt.line import begun
-from flashckpt.load.claim import refuse_beside_live, refuse_beside_live_here
-from flashckpt.load.ground import Ground
+from flashckpt.load.context import LoadContext
+from flashckpt.load.disk.restore import load_newest, remember_line, take_disk_inventory
 from flashckpt.load.readback import read_back
 from flashckpt.load.recover import Recovery, Request
-from flashckpt.load.take_over import highest_epoch, put_line, take_over
-from flashckpt.opening import open_all
-from flashckpt.persist.restore import load_newest, remember_line, take_disk_inventory
+from flashckpt.protocol.line import begun
 from flashckpt.save.attempts import Attempts, check_step_to_load
 from flashckpt.save.deferred import Deferrals
 from flashckpt.save.handle import SaveHandle
@@ -39,11 +35,15 @@ from flashckpt.save.outcomes import CALLERS_FAULT, Outcomes, is_raised
 from flashckpt.save.overlap import Overlap
 from flashckpt.save.prepare import Prepared, Preparer, check_mapping
 from flashckpt.save.prewarm import Prewarm
-from flashckpt.save.retention import State
+from flashckpt.save.retention import GenerationState
 from flashckpt.save.snapshot import when_ready
 from flashckpt.save.write import ShardWriter
+from flashckpt.start.claim import refuse_beside_live, refuse_beside_live_here
+from flashckpt.start.closing import Parts, unmasked
+from flashckpt.start.opening import open_all
+from flashckpt.start.take_over import highest_epoch, put_line, take_over
+from flashckpt.start.turns import Turn, Turns
 from flashckpt.store.owner import Owner
-from flashckpt.turns import Turn, Turns
 from flashckpt.types import Generation, Launch, Level, Outcome, Session, ShardId
 
 if TYPE_CHECKING:
@@ -52,18 +52,18 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-    from flashckpt.group import PrivateGroup
-    from flashckpt.line import Line
+    from flashckpt.load.disk.restore import DiskInventory
     from flashckpt.load.histories import Pick
     from flashckpt.load.recover import Found
     from flashckpt.load.result import LoadResult
-    from flashckpt.persist.restore import DiskInventory
+    from flashckpt.protocol.line import Line
+    from flashckpt.ranks.group import PrivateGroup
+    from flashckpt.ranks.topology import Topology
     from flashckpt.save.deferred import Deferred
     from flashckpt.save.flush_news import FlushNews
     from flashckpt.save.plan import SavePlan
     from flashckpt.state.flatten import Flat
     from flashckpt.store.slots import SlotStore, StoreStatus
-    from flashckpt.topology import Topology
 
 log = logging.getLogger(__name__)
 
@@ -422,12 +422,12 @@ class Checkpointer:
             self._deferrals.forget_frozen()
             began = time.perf_counter()
             self._group.meet("load", "newest" if step is None else f"step {step}", self.config.start_timeout)
-            ground = self.ground()
+            context = self.context()
             on_disk = self._look_at_disk()
             if not read_only:
                 self._claim(take_over=take_over)
                 self._renew_launch()
-            recovery = Recovery(ground)
+            recovery = Recovery(context)
             request = Request(
                 step=step,
                 keys=None if keys is None else tuple(keys),
@@ -443,7 +443,7 @@ class Checkpointer:
                 try:
                     persist_dir = self.config.persist_dir
                     try:
-                        result = load_newest(recovery, ground, inventory, on_disk, persist_dir, state_dict, request)
+                        result = load_newest(recovery, context, inventory, on_disk, persist_dir, state_dict, request)
                     except (UnusableError, NotFoundError) as error:
                         result = recovery.load_parts(error, inventory, state_dict, request)
                 except UnusableError as error:
@@ -488,14 +488,14 @@ class Checkpointer:
         """
         with self._alone("load_path"):
             self._check_enabled()
-            from flashckpt.persist.elsewhere import load_path
+            from flashckpt.load.disk.elsewhere import load_path
 
             self._group.meet("load_path", path, self.config.start_timeout)
             self._deferrals.forget_frozen()
             request = Request(strict=strict, cast=cast, screen=screen)
-            ground = self.ground()
-            with Recovery(ground) as recovery:
-                return load_path(recovery, ground, path, state_dict, request, only_hf=only_hf)
+            context = self.context()
+            with Recovery(context) as recovery:
+                return load_path(recovery, context, path, state_dict, request, only_hf=only_hf)
 
     def reads_only(self, read_only: bool | None, take_over: bool) -> bool:
         """Whether a load with these arguments leaves the job as it is."""
@@ -517,7 +517,7 @@ class Checkpointer:
                 self._claim(take_over=take_over)
                 self._renew_launch()
                 on_disk = self._look_at_disk()
-                with Recovery(self.ground()) as recovery:
+                with Recovery(self.context()) as recovery:
                     inventory = recovery.take_inventory()
                     given_up = recovery.anew(inventory, on_disk.whole, on_disk.lines)
                 self._put_line(self._begin_anew(given_up, recovery.present), None, recovery.present)
@@ -587,7 +587,7 @@ class Checkpointer:
     def is_on_one_node(self) -> bool:
         return len(self._topology.nodes) == 1
 
-    def ground(self, *, alone: bool = False) -> Ground:
+    def context(self, *, alone: bool = False) -> LoadContext:
         """What a load stands on; `alone`: without the other ranks, from this node's memory."""
         self._check_enabled()
         # Less than the group waits: what goes wrong is told by whoever knows it, not found out by a silence.
@@ -600,8 +600,8 @@ class Checkpointer:
             "warns": self.config.same_on_ranks == "check",
         }
         if alone:
-            return Ground.alone(self._topology, self._store, self._memory, **options)
-        return Ground.together(self._topology, self._group, self._store, self._memory, **options)
+            return LoadContext.alone(self._topology, self._store, self._memory, **options)
+        return LoadContext.together(self._topology, self._group, self._store, self._memory, **options)
 
     def settle_for_dcp(self) -> None:
         """Waits for ranks of this node that are still sealing what this one has sealed: a quick rank would miss it."""
@@ -641,7 +641,7 @@ class Checkpointer:
     def status(self) -> CheckpointerStatus:
         self._check_enabled()
         listed = self._attempts.judged()
-        complete = [g.step for g, v in listed if v.state is State.COMPLETE]
+        complete = [g.step for g, v in listed if v.state is GenerationState.COMPLETE]
         return CheckpointerStatus(
             job=self._settings.job,
             step=complete[0] if complete else None,
@@ -805,7 +805,7 @@ class Checkpointer:
     def _look_at_disk(self) -> DiskInventory:
         """Collective."""
         found = take_disk_inventory(
-            self.ground(),
+            self.context(),
             self.config.persist_dir,
             self.config.start_timeout,
             overwrite=self.config.persist_overwrite,

@@ -35,18 +35,18 @@ from flashckpt.errors import (
     UnusableError,
 )
 from flashckpt.format.layout import encode_layout, fingerprint
-from flashckpt.launch import next_launch
 from flashckpt.load.agree import StepBackError, agree
-from flashckpt.load.assumed import piece_of
-from flashckpt.load.claim import refuse_beside_live_here
 from flashckpt.load.plan import Transfer, Want
 from flashckpt.load.read import Target
 from flashckpt.load.recover import Recovery
-from flashckpt.opening import default_threads
-from flashckpt.save.plan import SavePlan, Source, aligned
-from flashckpt.save.slots import OwnSlots
+from flashckpt.save.own_slots import OwnSlots
+from flashckpt.save.plan import SavePlan, TensorSource, aligned
 from flashckpt.save.values import pack
 from flashckpt.save.write import ShardWriter
+from flashckpt.start.claim import refuse_beside_live_here
+from flashckpt.start.launch import next_launch
+from flashckpt.start.opening import default_threads
+from flashckpt.state.assumed import piece_of
 from flashckpt.state.flatten import Flat, path_of
 from flashckpt.store.slots import SlotStore
 from flashckpt.types import Box, Generation, Layout, ShardId, TensorEntry
@@ -57,10 +57,10 @@ if TYPE_CHECKING:
 
     from flashckpt.checkpointer import Checkpointer, DcpOrigin
     from flashckpt.load.attempt import Attempt
-    from flashckpt.load.cover import Piece
-    from flashckpt.load.ground import Ground
-    from flashckpt.load.plan import Reader
-    from flashckpt.save.slots import Slots
+    from flashckpt.load.context import LoadContext
+    from flashckpt.save.own_slots import Slots
+    from flashckpt.state.assumed import Reader
+    from flashckpt.state.cover import Piece
     from flashckpt.types import Launch
 
 log = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class _Foreign:
         threads = config.threads or default_threads(len(origin.topology.node_ranks))
         slots: Slots
         if origin.session is not None:
-            from flashckpt.join import rejoin
+            from flashckpt.start.join import rejoin
 
             slots = rejoin(origin.settings, origin.topology, store, origin.session, origin.process)
         else:
@@ -242,7 +242,7 @@ def _plan_tensors(items: list[WriteItem], planner: SavePlanner) -> tuple[Flat, S
         if tuple(tensor.shape) != box.sizes:
             raise StructureError(f"key {item.index.fqn!r}: planned {box.sizes}, the planner gave {tuple(tensor.shape)}")
         offset = aligned(offset)
-        sources.append(Source(number, 0, True, (0,) * len(box.sizes), box.sizes, offset, length))
+        sources.append(TensorSource(number, 0, True, (0,) * len(box.sizes), box.sizes, offset, length))
         entries.append(
             TensorEntry(
                 fqn=item.index.fqn,
@@ -329,7 +329,7 @@ class FlashReader(StorageReader):
         self._step = step
         self._checkpoint_id: str | None = None
         self._attempt: Attempt | None = None
-        self._ground: Ground
+        self._context: LoadContext
         self._recovery: Recovery
         self._launch: Launch | None = None  # taken over before anything was looked at
         self._rank = 0
@@ -362,8 +362,8 @@ class FlashReader(StorageReader):
         checkpointer.settle_for_dcp()
         alone = checkpointer.is_on_one_node
         self._launch = None if alone or self._read_only else self._begin_launch()
-        self._ground = checkpointer.ground(alone=alone)
-        self._recovery = Recovery(self._ground)
+        self._context = checkpointer.context(alone=alone)
+        self._recovery = Recovery(self._context)
         self._attempt = self._recovery.find(self._step)
         return _metadata(self._attempt)
 
@@ -392,7 +392,7 @@ class FlashReader(StorageReader):
         return [replace(plan, storage_data=launch) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        attempt, ground, checkpointer = self._opened(), self._ground, self._checkpointer
+        attempt, context, checkpointer = self._opened(), self._context, self._checkpointer
         tensors = [item for item in plan.items if item.type == LoadItemType.TENSOR]
         resolved: list[torch.Tensor] = []
         transfers: list[Transfer] = []
@@ -415,9 +415,9 @@ class FlashReader(StorageReader):
             return attempt.read(transfers, targets)
 
         try:
-            needs = agree(ground.group, ground.node, "preparing to load", prepare)
+            needs = agree(context.group, context.node, "preparing to load", prepare)
             attempt.fetch(transfers, targets, needs)
-            agree(ground.group, ground.node, "reading", fill)
+            agree(context.group, context.node, "reading", fill)
         except StepBackError as error:
             # DCP has planned for this generation and can't go on to another one.
             cause = error.__cause__

@@ -11,10 +11,10 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from flashckpt.checkpointer import Checkpointer
-from flashckpt.closing import unmasked
 from flashckpt.config import CheckpointConfig
 from flashckpt.errors import ClosedError, ConfigError, ConflictError, FlashError, LiveJobError
 from flashckpt.save.attempts import check_step_to_load
+from flashckpt.start.closing import unmasked
 from flashckpt.training.assemble import DATALOADER, KNOWN, MODEL, TrainingState
 from flashckpt.training.cooldown import Cooldown
 from flashckpt.training.files import persisted_steps, write_file
@@ -24,7 +24,7 @@ from flashckpt.training.metrics import Event, Metrics, Recorder
 from flashckpt.training.milestones import bring_home, prove_first
 from flashckpt.training.names import Renaming
 from flashckpt.training.policy import Decision, decide
-from flashckpt.training.restore import Wish, screen, unwrap_extra, wrap_extra
+from flashckpt.training.restore import LoadWish, screen, unwrap_extra, wrap_extra
 from flashckpt.training.rng import restore_rng
 from flashckpt.training.share import dataloader_of_rank_0
 from flashckpt.training.stopping import SignalHandlers, StopBoard
@@ -315,7 +315,7 @@ class CheckpointManager:
         self._check_names("exclude_from_loading", excluded)
         parts = tuple(part for part in self._state.parts if part not in excluded)
         kept = tuple({DATALOADER} - {*parts, *excluded})
-        wish = Wish(parts, kept, strict, expect, on_mismatch)
+        wish = LoadWish(parts, kept, strict, expect, on_mismatch)
         self._structures.note({n: s for n, s in self._state.states.items() if n in parts}, "when load() was called")
         template = self._state.template((*parts, *kept))
         if path is not None:
@@ -338,7 +338,7 @@ class CheckpointManager:
             return self._finish_load(result, template)
         return self._load_initial(wish, key_mapping, cast)
 
-    def _load_initial(self, wish: Wish, key_mapping: Mapping[str, str] | None, cast: bool) -> LoadResult | None:
+    def _load_initial(self, wish: LoadWish, key_mapping: Mapping[str, str] | None, cast: bool) -> LoadResult | None:
         """Nothing of our own: what the job is to start from, if anything."""
         if self.config.initial_load_path is None or self._checkpointer.disabled:
             return None
@@ -355,7 +355,7 @@ class CheckpointManager:
         return None
 
     def _load_path(
-        self, path: str, wish: Wish, key_mapping: Mapping[str, str] | None, cast: bool, only_hf: bool = False
+        self, path: str, wish: LoadWish, key_mapping: Mapping[str, str] | None, cast: bool, only_hf: bool = False
     ) -> LoadResult:
         template = self._state.template((*wish.parts, *wish.kept))
         with self._renamed(Renaming(key_mapping)):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from flashckpt.line import Line
+    from flashckpt.protocol.line import Line
 
 MAX_KEEPS = 64  # generations that a commit record may name beside its own
 

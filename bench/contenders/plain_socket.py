@@ -16,7 +16,7 @@ from bench.contenders.base import Synchronous
 from bench.errors import BenchError
 from bench.sink import ACKNOWLEDGED, BACK, SEND, SEND_INTO_NEW, receive_into, send_all
 from bench.state import tensors_of
-from flashckpt.credentials import DNS_NAME, Authority, make_request
+from flashckpt.rpc.credentials import DNS_NAME, Authority, make_request
 
 if TYPE_CHECKING:
     from bench.contenders.base import Details

@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from flashckpt.credentials import Bundle
+    from flashckpt.rpc.credentials import Bundle
     from flashckpt.store.slots import SlotStore
 
 _NAME = "credentials"
@@ -22,7 +22,7 @@ def write_bundle(store: SlotStore, bundle: Bundle, address: str) -> None:
 def read_bundle(store: SlotStore) -> tuple[Bundle, str] | None:
     """With the address. None where no launch has brought any."""
     # Here: it takes the time of a start to import.
-    from flashckpt.credentials import Bundle
+    from flashckpt.rpc.credentials import Bundle
 
     kept = store.read_secret(_NAME)
     if kept is None:

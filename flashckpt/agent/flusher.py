@@ -19,18 +19,17 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from flashckpt.agent.helper import Starter
-from flashckpt.agent.messages import FlushEnded, Rotten
+from flashckpt.agent.helper import Starter, be_nice, be_nice_as_session, hurry
 from flashckpt.failpoints import failpoint
-from flashckpt.niceness import be_nice, be_nice_as_session, hurry
-from flashckpt.persist.spec import encode_spec
+from flashckpt.protocol.events import FlushEnded, Rotten
+from flashckpt.protocol.flush_spec import encode_spec
 from flashckpt.types import ShardId
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from flashckpt.agent.messages import Event
-    from flashckpt.persist.spec import FlushSpec
+    from flashckpt.protocol.events import Event
+    from flashckpt.protocol.flush_spec import FlushSpec
 
 _log = logging.getLogger(__name__)
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from flashckpt.agent.messages import DeclineGet, GetAsked, Rotten, Serve
 from flashckpt.errors import CorruptShardError, FlashError, InternalError
 from flashckpt.failpoints import failpoint
-from flashckpt.wire import GetInfo, GetRefused
+from flashckpt.protocol.events import DeclineGet, GetAsked, Rotten, Serve
+from flashckpt.protocol.wire import GetInfo, GetRefused
 
 if TYPE_CHECKING:
-    from flashckpt.agent.shell import OpenShard, Shell
+    from flashckpt.agent.shell import ServedShard, Shell
+    from flashckpt.protocol.wire import GetOpen
     from flashckpt.types import ChunkRange, Held, ShardId
-    from flashckpt.wire import GetOpen
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def _open(shell: Shell, peer: str, get: GetOpen, held: Held) -> Reading | GetRef
 class Reading:
     """One shard, or parts of it, on the way to one node (rpc's Giver). Reading verifies."""
 
-    def __init__(self, shell: Shell, peer: str, opened: OpenShard, tag: int, last_chunk: int) -> None:
+    def __init__(self, shell: Shell, peer: str, opened: ServedShard, tag: int, last_chunk: int) -> None:
         self._shell = shell
         self._peer = peer
         self._opened = opened

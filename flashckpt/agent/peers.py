@@ -12,9 +12,24 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from flashckpt.address import format_address, is_loopback
 from flashckpt.agent.gets import Reading, open_get
-from flashckpt.agent.messages import (
+from flashckpt.errors import (
+    ClosedError,
+    ConfigError,
+    CorruptShardError,
+    FencedError,
+    FlashError,
+    InternalError,
+    NoSpaceError,
+    PeerError,
+)
+from flashckpt.failpoints import failpoint
+from flashckpt.move.incoming import Incoming
+from flashckpt.move.seam import PutEnd
+from flashckpt.move.throttle import Throttle
+from flashckpt.move.transports.grpc.client import PeerClient
+from flashckpt.move.transports.grpc.server import PeerServer
+from flashckpt.protocol.events import (
     Accept,
     Acknowledge,
     Answered,
@@ -29,34 +44,20 @@ from flashckpt.agent.messages import (
     Told,
     Unreachable,
 )
-from flashckpt.errors import (
-    ClosedError,
-    ConfigError,
-    CorruptShardError,
-    FencedError,
-    FlashError,
-    InternalError,
-    NoSpaceError,
-    PeerError,
-)
-from flashckpt.failpoints import failpoint
-from flashckpt.rpc.api import VERSION, Hello, PutEnd
-from flashckpt.rpc.peer_client import PeerClient
-from flashckpt.rpc.peer_server import PeerServer
+from flashckpt.protocol.wire import Answer, Beat, Envelope, GetRefused, PutOpen, PutReady, PutRefused
+from flashckpt.rpc.address import format_address, is_loopback
+from flashckpt.rpc.api import VERSION, Hello
 from flashckpt.store.room import check_room
-from flashckpt.transport.incoming import Incoming
-from flashckpt.transport.throttle import Throttle
 from flashckpt.types import Level, age_order
-from flashckpt.wire import Answer, Beat, Envelope, GetRefused, PutOpen, PutReady, PutRefused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from flashckpt.agent.shell import Shell
-    from flashckpt.credentials import Bundle
+    from flashckpt.protocol.wire import Body, GetOpen, PutHave
     from flashckpt.rpc.api import TrainerState
+    from flashckpt.rpc.credentials import Bundle
     from flashckpt.types import Held, Launch, ShardId
-    from flashckpt.wire import Body, GetOpen, PutHave
 
 _log = logging.getLogger(__name__)
 
@@ -184,14 +185,14 @@ class Peers:
         return self._hello()
 
     def _hello(self) -> Hello:
-        launch, line = self._shell.standing()
+        launch, line = self._shell.current()
         options, here = self._shell.options, self._shell.trainers.here()
         return Hello(VERSION, options.job, options.node_id, self._address, launch, line, here)
 
     def tell(self, peer: str, envelope: Envelope) -> Answer:
         failpoint("before_tell_taken")
         if refused := self._why_stranger(peer, envelope.launch):
-            return Answer(*self._shell.standing(), None, (), refused)
+            return Answer(*self._shell.current(), None, (), refused)
         for effect in self._shell.feed(Told(envelope)):
             if isinstance(effect, Reply):
                 return effect.answer
@@ -317,7 +318,7 @@ class Peers:
         # They stay only where as much again is free: a save must not fail for the sake of half a replica.
         is_short = check_room(waiting, self._shell.store.status().room) is not None
         limit = time.monotonic() - _SUSPENDED_SECONDS
-        newest, _ = self._shell.standing()
+        newest, _ = self._shell.current()
         progress = self._shell.known_progress()
         voids = {one.generation for one in progress if one.level is Level.NONE}
         committed = [one.generation for one in progress if one.level is not Level.NONE]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashckpt.agent.lock import AgentLock
 from flashckpt.errors import ConfigError, ConflictError, FlashError
-from flashckpt.lanes.policy import LanePolicy, usual_count
+from flashckpt.move.transports.tcp.policy import LanePolicy, usual_count
 from flashckpt.rpc.settings import prepare
 from flashckpt.store.directory import Directory, open_directory
 

@@ -4,7 +4,7 @@ Each shard begins with its head, from whichever of its holders gives it; then it
 its first source that can give it, and the rest of it from the next one where that fails. What is fetched in part goes
 when the caller ends the call, for whatever reason; what is whole stays.
 
-Failpoints: `before_retrieve` · `mid_retrieve`, `before_fetched_seal` (transport/gathering.py) · `after_retrieve` (all
+Failpoints: `before_retrieve` · `mid_retrieve`, `before_fetched_seal` (move/gathering.py) · `after_retrieve` (all
 is here, the trainer does not know yet).
 """
 
@@ -19,8 +19,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from flashckpt.agent.fetching import CannotBeHadError, Fetching
-from flashckpt.agent.messages import Acknowledge, Fetched
 from flashckpt.errors import (
     BusyError,
     ClosedError,
@@ -32,19 +30,22 @@ from flashckpt.errors import (
     PeerError,
 )
 from flashckpt.failpoints import failpoint
+from flashckpt.move.fetch import Fetching, NoSourceError
+from flashckpt.move.gathering import Gathering
+from flashckpt.protocol.events import Acknowledge, Fetched
+from flashckpt.protocol.wire import GetOpen
 from flashckpt.rpc.api import Retrieved, RetrieveFailed, RetrieveProgress
-from flashckpt.transport.gathering import Gathering
 from flashckpt.types import ChunkRange, Held
-from flashckpt.wire import GetOpen
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from concurrent.futures import Future
 
     from flashckpt.agent.shell import Shell
-    from flashckpt.rpc.api import RetrieveNews, ShardProblem, Taker
+    from flashckpt.move.seam import Taker
+    from flashckpt.protocol.wire import GetRefused
+    from flashckpt.rpc.api import RetrieveNews, ShardProblem
     from flashckpt.types import Portion, Retrieval, ShardId
-    from flashckpt.wire import GetRefused
 
 _log = logging.getLogger(__name__)
 
@@ -170,7 +171,7 @@ class _Run:
             try:
                 future.result()
                 then()
-            except CannotBeHadError as error:
+            except NoSourceError as error:
                 problems.append(error.problem)
         return problems
 
@@ -216,7 +217,7 @@ class _Run:
         here = self._shell.held(retrieval.shard)
         if here is not None and here.digest != retrieval.digest:
             reason = f"another content lies here under that name: {here.digest.hex()}"
-            raise CannotBeHadError(retrieval.shard, (("", reason),))
+            raise NoSourceError(retrieval.shard, (("", reason),))
         gathering = Gathering(
             self._shell.store,
             self._shell.options.job,
@@ -234,7 +235,7 @@ class _Run:
         except NoSpaceError:
             raise
         except FlashError as error:  # a plan that does not fit the shard
-            raise CannotBeHadError(retrieval.shard, (("", error.message),)) from error
+            raise NoSourceError(retrieval.shard, (("", error.message),)) from error
         with self._lock:
             self._total_bytes += gathering.head_bytes + wanted_bytes
             self._done_bytes += gathering.head_bytes
@@ -245,12 +246,12 @@ class _Run:
         try:
             name = shard.gathering.finish()
         except ConflictError as error:
-            raise CannotBeHadError(retrieval.shard, (("", error.message),)) from error
+            raise NoSourceError(retrieval.shard, (("", error.message),)) from error
         if not name:
             self._shell.note_sealed(retrieval.shard)
             held = Held(retrieval.shard, retrieval.digest, retrieval.size_bytes, retrieval.tag)
             if not any(isinstance(effect, Acknowledge) for effect in self._shell.feed(Fetched(held))):
-                raise CannotBeHadError(retrieval.shard, (("", "a newer line has killed it meanwhile"),))
+                raise NoSourceError(retrieval.shard, (("", "a newer line has killed it meanwhile"),))
         self._places[retrieval.shard] = name
 
     def _ask(

@@ -11,7 +11,7 @@ from flashckpt.errors import CorruptShardError, FlashError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from flashckpt.agent.shard_files import OpenShard
+    from flashckpt.agent.shard_files import ServedShard
     from flashckpt.types import ShardId
 
 _log = logging.getLogger(__name__)
@@ -23,14 +23,14 @@ class Scrubber:
     """Goes through all shards once every `interval` seconds, a slice at each step."""
 
     def __init__(
-        self, open_shard: Callable[[ShardId], OpenShard], interval: float, on_passed: Callable[[ShardId], None]
+        self, open_shard: Callable[[ShardId], ServedShard], interval: float, on_passed: Callable[[ShardId], None]
     ) -> None:
         """`on_passed` hears of each shard of which every chunk was right."""
         self._open_shard = open_shard
         self._interval = interval
         self._on_passed = on_passed
         self._todo: list[ShardId] = []
-        self._reading: tuple[ShardId, OpenShard, int] | None = None
+        self._reading: tuple[ShardId, ServedShard, int] | None = None
         self._next_pass: float | None = None
         self.passes = 0
         self.found = 0

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from flashckpt.errors import FlashError, NotFoundError
 from flashckpt.failpoints import failpoint
+from flashckpt.move.outgoing import Outgoing, hold
 from flashckpt.store.owner import Owner
-from flashckpt.transport.outgoing import Outgoing, hold
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 _MAX_DAMAGED = 64  # that are remembered
 
 
-class OpenShard(Outgoing):
+class ServedShard(Outgoing):
     """A shard of this node that is being read. Owns its descriptor."""
 
     def __init__(self, fd: int, shard: ShardId, job: str, open_window: Callable[[], Window | None]) -> None:
@@ -104,13 +104,13 @@ class ShardFiles:
 
     # --- staying --------------------------------------------------------------------------------------------
 
-    def open(self, shard: ShardId) -> OpenShard:
+    def open(self, shard: ShardId) -> ServedShard:
         """NotFoundError where it is gone; CorruptShardError where its header is bad."""
         sealed = self._files.get(shard)
         if sealed is None:
             raise NotFoundError(f"{shard}: not held here")
         fd = self._store.open_shard(sealed)
-        return OpenShard(fd, shard, self._job, lambda: self._store.window(sealed, fd))
+        return ServedShard(fd, shard, self._job, lambda: self._store.window(sealed, fd))
 
     def verified(self) -> set[ShardId]:
         """Of which every chunk was checked here since it came."""

@@ -13,12 +13,22 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from flashckpt.agent.commit import threshold
-from flashckpt.agent.core import AgentCore
-from flashckpt.agent.epochs import heard, named, why_refused
 from flashckpt.agent.flusher import Flusher
-from flashckpt.agent.limits import Limits
-from flashckpt.agent.messages import (
+from flashckpt.agent.peers import Peers
+from flashckpt.agent.process import SOCKET_NAME
+from flashckpt.agent.retrieve import Retrieves
+from flashckpt.agent.scrub import Scrubber
+from flashckpt.agent.shard_files import ServedShard, ShardFiles
+from flashckpt.agent.spare import missing_slots, why_no_room
+from flashckpt.agent.status import describe
+from flashckpt.agent.succession import Succession, die, owed
+from flashckpt.agent.trainers import TrainerCalls
+from flashckpt.agent.watch import Watch
+from flashckpt.errors import ConfigError, FlashError, IncompatibleError, NoSpaceError, NotFoundError, PeerError
+from flashckpt.failpoints import failpoint, is_testing
+from flashckpt.protocol.core import AgentCore
+from flashckpt.protocol.epochs import heard, named, why_refused
+from flashckpt.protocol.events import (
     Begun,
     FlushWanted,
     Gone,
@@ -29,47 +39,37 @@ from flashckpt.agent.messages import (
     KeepSession,
     Notify,
     NotifyFlushFailed,
-    Push,
     Quarantine,
     RefuseBusy,
     RefuseFenced,
     Release,
     Rotten,
-    Sealed,
     Send,
+    ShardSealed,
     Started,
     StartFlush,
+    StartPush,
     StopFlush,
     Tick,
 )
-from flashckpt.agent.peers import Peers
-from flashckpt.agent.process import SOCKET_NAME
-from flashckpt.agent.retrieve import Retrieves
-from flashckpt.agent.scrub import Scrubber
-from flashckpt.agent.shard_files import OpenShard, ShardFiles
-from flashckpt.agent.spare import missing_slots, why_no_room
-from flashckpt.agent.status import describe
-from flashckpt.agent.succession import Succession, die, owed
-from flashckpt.agent.trainers import Trainers
-from flashckpt.agent.watch import Watch
-from flashckpt.errors import ConfigError, FlashError, IncompatibleError, NoSpaceError, NotFoundError, PeerError
-from flashckpt.failpoints import failpoint, is_testing
-from flashckpt.line import by_head, launch_of
-from flashckpt.persist.spec import FlushSpec
+from flashckpt.protocol.flush_spec import FlushSpec
+from flashckpt.protocol.ledger import threshold
+from flashckpt.protocol.line import by_head, launch_of
+from flashckpt.protocol.replicate import Limits
 from flashckpt.rpc.agent_server import AgentServer
-from flashckpt.rpc.api import Progress
+from flashckpt.rpc.api import GenerationProgress
 from flashckpt.types import Held, Holding, Level, NodeInventory, ShardId, age_order
 
 if TYPE_CHECKING:
     from flashckpt.agent.helper import Starter
-    from flashckpt.agent.messages import Effect, Event
     from flashckpt.agent.process import Options
-    from flashckpt.credentials import Bundle
-    from flashckpt.line import Line
+    from flashckpt.protocol.events import Effect, Event
+    from flashckpt.protocol.line import Line
+    from flashckpt.rpc.credentials import Bundle
     from flashckpt.store.slots import SlotStore
     from flashckpt.types import Generation, Launch, Session
 
-__all__ = ["OpenShard", "Shell"]
+__all__ = ["ServedShard", "Shell"]
 
 _log = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class Shell:
         self._lock = threading.Lock()  # one event at a time, and its effects before the next
         self._files = ShardFiles(store, options.job)
         self._succession = Succession(store)
-        self.trainers = Trainers(self)
+        self.trainers = TrainerCalls(self)
         self.peers = Peers(self)
         self.retrieves = Retrieves(self)
         self.flusher = Flusher(self.feed, starter)
@@ -331,7 +331,7 @@ class Shell:
                 self._files.release(shard, reason)
             case Quarantine(shard, reason):
                 self._files.quarantine(shard, reason)
-            case Push(held, node_id, heals):
+            case StartPush(held, node_id, heals):
                 self.peers.push(held, node_id, heals=heals)
             case Send(node_id, body):
                 self.peers.send(node_id, body)
@@ -346,11 +346,11 @@ class Shell:
             case HurryFlush():
                 self.flusher.hurry()
             case NotifyFlushFailed(generation, reason):
-                self.trainers.notify(Progress(generation, Level.NONE, flush_problem=reason))
+                self.trainers.notify(GenerationProgress(generation, Level.NONE, flush_problem=reason))
             case Notify(generation, level, reason):
                 if level is Level.PERSISTED:
                     self._remember_persisted(generation)
-                self.trainers.notify(Progress(generation, level, reason))
+                self.trainers.notify(GenerationProgress(generation, level, reason))
             case _:
                 pass  # answers, for whoever fed the event
 
@@ -364,7 +364,7 @@ class Shell:
         """A replica was verified and sealed by this very process."""
         self._files.note_sealed(shard)
 
-    def open_shard(self, shard: ShardId) -> OpenShard:
+    def open_shard(self, shard: ShardId) -> ServedShard:
         """NotFoundError where it is gone; CorruptShardError where its header is bad."""
         return self._files.open(shard)
 
@@ -376,7 +376,7 @@ class Shell:
             self._succession.drop_past(held)
         for shard, sealed in found.items():
             if shard not in held and (one := self._files.adopt(sealed)) is not None:
-                self.feed(Sealed(one))
+                self.feed(ShardSealed(one))
         for shard in held - set(found):
             if self._files.forget_if_gone(shard):
                 self.feed(Gone(shard))
@@ -475,7 +475,7 @@ class Shell:
         with self._lock:
             return self._core.line
 
-    def standing(self) -> tuple[Launch | None, Line | None]:
+    def current(self) -> tuple[Launch | None, Line | None]:
         """The newest launch known here, and the line in force."""
         with self._lock:
             return self._core.newest, self._core.line
@@ -517,17 +517,17 @@ class Shell:
         missing = missing_slots(session, placement, self.options.node_id, slots)
         return why_no_room(shard, size_bytes, session.world, missing, store.room)
 
-    def known_progress(self) -> list[Progress]:
+    def known_progress(self) -> list[GenerationProgress]:
         """For a trainer that begins to watch."""
         with self._lock:
-            voids = [Progress(g, Level.NONE, reason) for g, reason in self._core.voids.items()]
+            voids = [GenerationProgress(g, Level.NONE, reason) for g, reason in self._core.voids.items()]
             records = [record.generation for record in self._core.records if record.replicas]
             persisted, failure = self._core.flushing.persisted, self._core.flushing.failure
-        news = voids + [Progress(generation, Level.REPLICATED) for generation in records]
+        news = voids + [GenerationProgress(generation, Level.REPLICATED) for generation in records]
         if persisted is not None:
-            news.append(Progress(persisted, Level.PERSISTED))
+            news.append(GenerationProgress(persisted, Level.PERSISTED))
         if failure is not None:
-            news.append(Progress(failure.generation, Level.NONE, flush_problem=failure.reason))
+            news.append(GenerationProgress(failure.generation, Level.NONE, flush_problem=failure.reason))
         return news
 
     def flush(self, generation: Generation | None, step: int | None, urgent: bool) -> Generation:

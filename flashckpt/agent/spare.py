@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from flashckpt.store.room import check_room, format_bytes
 
 if TYPE_CHECKING:
-    from flashckpt.placement import Placement
+    from flashckpt.protocol.placement import Placement
     from flashckpt.store.room import Room
     from flashckpt.types import Session, ShardId
 

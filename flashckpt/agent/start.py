@@ -50,7 +50,7 @@ _AGENT_FAILPOINTS = "FLASHCKPT_AGENT_FAILPOINTS"
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundAgent:
     """A live agent."""
 
     pid: int  # as its own pid namespace counts
@@ -59,7 +59,7 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class SeenAgent:
     """What a look at this node's agent showed."""
 
     holder: Holder
@@ -88,7 +88,7 @@ def options_of(settings: Settings) -> Options:
     )
 
 
-def ensure_agent(options: Options, timeout: float = 30.0, meanwhile: Callable[[], object] = lambda: None) -> Found:
+def ensure_agent(options: Options, timeout: float = 30.0, meanwhile: Callable[[], object] = lambda: None) -> FoundAgent:
     """The job's agent on this node, started if there is none. Returns once it answers.
 
     While a new one starts, `meanwhile` is called. One that drains is waited for, and replaced when it has ended.
@@ -112,7 +112,7 @@ def ensure_agent(options: Options, timeout: float = 30.0, meanwhile: Callable[[]
                 continue
             if holder is not None and status is not None:
                 _check(options, holder, status)
-                return Found(holder.pid, started, str(directory.path / LOG_NAME))
+                return FoundAgent(holder.pid, started, str(directory.path / LOG_NAME))
             # It ended between two looks. Whoever is there next time is as good.
             if time.monotonic() > deadline:
                 raise _failed(directory, f"expected it within {timeout:g} s, found that each one ended", 0)
@@ -143,7 +143,7 @@ def stage_timeout(start_timeout: float) -> float:
     return max(start_timeout - 5.0, 0.9 * start_timeout)
 
 
-def look(memory_dir: str, job: str, timeout: float = 2.0) -> Seen | None:
+def look(memory_dir: str, job: str, timeout: float = 2.0) -> SeenAgent | None:
     """The agent that runs now, and what it says; None where none runs. NotFoundError where the job has no directory."""
     directory = open_directory(memory_dir, job, create=False)
     try:
@@ -152,9 +152,9 @@ def look(memory_dir: str, job: str, timeout: float = 2.0) -> Seen | None:
             return None
         log_path = str(directory.path / LOG_NAME)
         try:
-            return Seen(holder, _ask(directory, timeout), "", log_path)
+            return SeenAgent(holder, _ask(directory, timeout), "", log_path)
         except FlashError as error:
-            return Seen(holder, None, f"{error.message}{_state(holder.owner)}", log_path)
+            return SeenAgent(holder, None, f"{error.message}{_state(holder.owner)}", log_path)
     finally:
         directory.close()
 

@@ -7,20 +7,20 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from flashckpt import __version__
-from flashckpt.agent.commit import missing_ranks
-from flashckpt.agent.seeing import peers_of, verdict_of
-from flashckpt.agent.survival import words
-from flashckpt.line import describe as describe_line
-from flashckpt.line import launch_of
+from flashckpt.protocol.commit import missing_ranks
+from flashckpt.protocol.line import describe as describe_line
+from flashckpt.protocol.line import launch_of
+from flashckpt.protocol.seeing import peers_of, verdict_of
+from flashckpt.protocol.survival import words
 from flashckpt.types import Level, age_order
 
 if TYPE_CHECKING:
-    from flashckpt.agent.core import AgentCore
     from flashckpt.agent.process import Options
-    from flashckpt.agent.verdict import Verdict
+    from flashckpt.protocol.core import AgentCore
+    from flashckpt.protocol.verdict import Verdict
+    from flashckpt.protocol.wire import Health
     from flashckpt.store.audit import StoreStatus
     from flashckpt.types import Generation, Held, Launch
-    from flashckpt.wire import Health
 
 
 def describe(

@@ -16,10 +16,10 @@ import threading
 from typing import TYPE_CHECKING, NoReturn
 
 from flashckpt.agent.bundle_file import read_bundle, write_bundle
-from flashckpt.agent.session import decode_base, decode_session, encode_session
 from flashckpt.errors import CorruptShardError, FlashError, NoSpaceError
-from flashckpt.line import launch_of
-from flashckpt.placement import place
+from flashckpt.protocol.line import launch_of
+from flashckpt.protocol.placement import place
+from flashckpt.protocol.session import decode_base, decode_session, encode_session
 from flashckpt.store.session import KEPT_PAST
 from flashckpt.types import Held, ShardId
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from flashckpt.agent.peers import Peers
-    from flashckpt.credentials import Bundle
-    from flashckpt.line import Line
+    from flashckpt.protocol.line import Line
+    from flashckpt.rpc.credentials import Bundle
     from flashckpt.store.slots import SlotStore
     from flashckpt.types import Generation, Launch, Record, Session
 
@@ -146,7 +146,7 @@ class Succession:
 
     def listen_again(self, peers: Peers) -> None:
         """At the same address as the predecessor, or else at another one, which hellos then spread."""
-        from flashckpt.address import parse_address
+        from flashckpt.rpc.address import parse_address
 
         kept = read_bundle(self._store)
         if kept is None:

@@ -14,32 +14,32 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from flashckpt.agent.messages import (
+from flashckpt.errors import BusyError, ClosedError, DeadlineError, DeniedError, FencedError, IncompatibleError
+from flashckpt.failpoints import failpoint
+from flashckpt.protocol.current_launch import overtaken_by
+from flashckpt.protocol.events import (
     GaveUp,
     Grant,
     LeaseEnded,
     LinePut,
     RefuseBusy,
     RefuseFenced,
-    Sealed,
+    ShardSealed,
     SlotWanted,
     WantDropped,
 )
-from flashckpt.agent.standing import overtaken_by
-from flashckpt.errors import BusyError, ClosedError, DeadlineError, DeniedError, FencedError, IncompatibleError
-from flashckpt.failpoints import failpoint
-from flashckpt.rpc.api import VERSION, Lease, Overtaken, Progress, TrainerState
+from flashckpt.rpc.api import VERSION, GenerationProgress, Lease, Overtaken, TrainerState
 from flashckpt.store.owner import Owner, Vigil, is_dead, is_ending
 from flashckpt.types import Claimant, Launch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from flashckpt.agent.messages import Effect
     from flashckpt.agent.shell import Shell
-    from flashckpt.credentials import Bundle
-    from flashckpt.line import Line
+    from flashckpt.protocol.events import Effect
+    from flashckpt.protocol.line import Line
     from flashckpt.rpc.api import RetrieveNews
+    from flashckpt.rpc.credentials import Bundle
     from flashckpt.types import Generation, NodeInventory, Retrieval, Session, ShardId
 
 _log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ _TICKET_BYTES = 16
 _MAX_LEASES = 1024
 _MAX_NEWS = 1024  # that a trainer which does not read leaves waiting; beyond, the oldest goes
 _QUIET_SECONDS = 1.0
-_RETURN_SECONDS = 2.5  # that trainers have to find a new agent; less than a launch waits (load/claimants.py)
+_RETURN_SECONDS = 2.5  # that trainers have to find a new agent; less than a launch waits (start/claimants.py)
 _GRACE_SECONDS = 1.0  # beyond a request's deadline, until the core says so
 
 
@@ -65,7 +65,7 @@ class _Trainer:
     claimed_at: float = 0.0  # when, in seconds since 1970
     process: str = ""  # the trainer's: another one where this process acts for it
     watches: int = 0  # that it has open: what shows that it lives where its pid means nothing
-    news: queue.Queue[Progress | Overtaken | None] | None = None
+    news: queue.Queue[GenerationProgress | Overtaken | None] | None = None
     told_overtaken: bool = False  # in this watch
     request_id: int = 0  # of its newest request for a slot; older ones were given up by the caller
     slot_id: int | None = None  # what it was granted last
@@ -80,7 +80,7 @@ class _Request:
     answer: Effect | None = None
 
 
-class Trainers:
+class TrainerCalls:
     """What rpc's agent server calls (AgentApi). Any thread."""
 
     def __init__(self, shell: Shell) -> None:
@@ -275,7 +275,7 @@ class Trainers:
             deadline = time.monotonic() + timeout
             # To ask for the next slot is to have ended with the one before: sealed, perhaps, and the word of it lost.
             if lease.shard is not None and (held := self._shell.hold(lease.shard)) is not None:
-                self._shell.feed(Sealed(held))
+                self._shell.feed(ShardSealed(held))
             self._shell.feed(SlotWanted(request_id, lease.lease_id, shard, on_busy == "wait", deadline))
             request.answered.wait(timeout + _GRACE_SECONDS)
             self._check_granted(request, shard, timeout)
@@ -331,7 +331,7 @@ class Trainers:
         failpoint("before_adopt")
         held = self._shell.hold(shard)
         if held is not None:
-            self._shell.feed(Sealed(held))
+            self._shell.feed(ShardSealed(held))
         self._settle(lease, shard.generation)
         failpoint("after_adopt")
 
@@ -352,10 +352,10 @@ class Trainers:
 
     # --- news -----------------------------------------------------------------------------------------------
 
-    def watch(self, ticket: bytes) -> Iterator[Progress | Overtaken | None]:
+    def watch(self, ticket: bytes) -> Iterator[GenerationProgress | Overtaken | None]:
         """What becomes of the generations, beginning with what is already known; None while nothing is new."""
         lease = self._find(ticket)
-        news: queue.Queue[Progress | Overtaken | None] = queue.Queue(_MAX_NEWS)
+        news: queue.Queue[GenerationProgress | Overtaken | None] = queue.Queue(_MAX_NEWS)
         with self._lock:
             _offer(lease.news, None)
             lease.news = news
@@ -377,7 +377,7 @@ class Trainers:
             with self._lock:
                 lease.watches -= 1
 
-    def notify(self, progress: Progress) -> None:
+    def notify(self, progress: GenerationProgress) -> None:
         with self._lock:
             for lease in self._leases.values():
                 _offer(lease.news, progress)
@@ -391,7 +391,7 @@ class Trainers:
 
     def tell_overtaken(self) -> None:
         """Tell the trainers whose launch a newer one has overtaken, once in each watch."""
-        newest, _ = self._shell.standing()
+        newest, _ = self._shell.current()
         with self._lock:
             newer = [one for one in self._leases.values() if newest is not None and one.launch == newest]
             begun = min(newer, key=lambda one: one.claimed_at, default=None)
@@ -444,7 +444,9 @@ def _how_it_ended(vigil: Vigil) -> str:
     return f"ended (signal {-code})" if code < 0 else f"ended (exit code {code})"
 
 
-def _offer(news: queue.Queue[Progress | Overtaken | None] | None, one: Progress | Overtaken | None) -> None:
+def _offer(
+    news: queue.Queue[GenerationProgress | Overtaken | None] | None, one: GenerationProgress | Overtaken | None
+) -> None:
     """Never waits: whoever does not read loses the oldest."""
     while news is not None:
         try:

@@ -6,14 +6,14 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from flashckpt.agent.seeing import peers_of, verdict_of
-from flashckpt.agent.verdict import Noted, Safety, in_words, news
 from flashckpt.errors import FlashError
+from flashckpt.protocol.seeing import peers_of, verdict_of
+from flashckpt.protocol.verdict import Noted, Safety, in_words, news
 from flashckpt.types import Loss
 
 if TYPE_CHECKING:
-    from flashckpt.agent.core import AgentCore
-    from flashckpt.agent.verdict import Verdict
+    from flashckpt.protocol.core import AgentCore
+    from flashckpt.protocol.verdict import Verdict
     from flashckpt.store.slots import SlotStore
     from flashckpt.types import Generation, Launch
 

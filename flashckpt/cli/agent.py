@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from flashckpt.agent.process import Options
-    from flashckpt.agent.start import Seen
+    from flashckpt.agent.start import SeenAgent
 
     F = TypeVar("F", bound=Callable[..., Any])
 
@@ -128,7 +128,7 @@ def status(timeout: float, job: str | None, memory_dir: str | None, as_json: boo
     sys.exit(NOTHING_FOUND if seen is None else OK if seen.status is not None else FAILED)
 
 
-def as_fields(seen: Seen | None) -> dict[str, Any]:
+def as_fields(seen: SeenAgent | None) -> dict[str, Any]:
     """The agent as listings show it."""
     if seen is None:
         return {"agent": None}
@@ -146,7 +146,7 @@ def as_fields(seen: Seen | None) -> dict[str, Any]:
     return {"agent": agent}
 
 
-def _lines(job: str, seen: Seen) -> list[tuple[str, str]]:
+def _lines(job: str, seen: SeenAgent) -> list[tuple[str, str]]:
     return [
         ("job", job),
         ("pid", str(seen.holder.pid)),

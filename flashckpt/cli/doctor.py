@@ -62,16 +62,16 @@ def command(
     Exit code 0 if nothing fails, 1 if something does. Writes nothing but a small file in persist_dir, which it removes.
     """
     from flashckpt.doctor.disk import judge_disk, look_at_disk
-    from flashckpt.doctor.finding import State, worst
+    from flashckpt.doctor.finding import Grade, worst
     from flashckpt.doctor.host import judge_host, look_at_host
-    from flashckpt.doctor.memory import Wish, judge_memory, look_at_memory
+    from flashckpt.doctor.memory import MemoryWish, judge_memory, look_at_memory
     from flashckpt.doctor.network import judge_network, look_at_network
 
     settings = _settings(job, memory_dir, persist_dir)
     network = look_at_network(settings, timeout)
     told = (network.agent.status or {}).get("persist") or {}
     directory = persist_dir or told.get("directory")
-    wish = Wish(size, replicas, keep_memory, persists=directory is not None)
+    wish = MemoryWish(size, replicas, keep_memory, persists=directory is not None)
     findings: list[Finding] = [
         *judge_memory(look_at_memory(settings.memory_dir, held_bytes=_held(settings)), wish),
         *judge_host(look_at_host()),
@@ -83,7 +83,7 @@ def command(
         ),
     ]
     found = worst(findings)
-    failed = found is State.FAIL or (strict and found is State.WARN)
+    failed = found is Grade.FAIL or (strict and found is Grade.WARN)
     if as_json:
         content = {"state": found.value, "job": settings.job, "memory_dir": settings.memory_dir}
         print_json("doctor/v1", {**content, "findings": [dataclasses.asdict(one) for one in findings]})

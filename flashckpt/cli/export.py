@@ -15,7 +15,7 @@ from flashckpt.cli.rename import key_map_option, read_key_map
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from flashckpt.export.source import Source
+    from flashckpt.export.source import SavedStep
 
 _FORMS = ("hf", "torch", "dcp")
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
@@ -79,7 +79,7 @@ def command(
 
 
 @contextlib.contextmanager
-def _source(path: str | None, step: int | None, job: str | None, memory_dir: str | None) -> Iterator[Source]:
+def _source(path: str | None, step: int | None, job: str | None, memory_dir: str | None) -> Iterator[SavedStep]:
     from flashckpt.export.source import PathSource, memory_source
 
     if path is not None:

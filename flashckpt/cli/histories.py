@@ -16,8 +16,8 @@ from flashckpt.cli.options import where
 from flashckpt.cli.output import note, print_json, printable
 from flashckpt.cli.persisted import persist_dir_of, persisted_steps
 from flashckpt.errors import FlashError, LiveJobError
-from flashckpt.line import EVERYTHING, NOTHING, Line, by_head, launch_of, name_of, order
 from flashckpt.load.histories import chosen, date_of, ends
+from flashckpt.protocol.line import EVERYTHING, NOTHING, Line, by_head, launch_of, name_of, order
 from flashckpt.types import Launch
 
 if TYPE_CHECKING:

@@ -17,11 +17,11 @@ from flashckpt.errors import CorruptShardError, FlashError
 from flashckpt.format.refuse import shorten
 from flashckpt.format.shard import read_header
 from flashckpt.format.values import Blob, decode_values
-from flashckpt.load.cover import index_headers, uncovered
+from flashckpt.state.cover import index_headers, uncovered
 
 if TYPE_CHECKING:
     from flashckpt.cli.memory import GenerationView
-    from flashckpt.load.cover import Piece
+    from flashckpt.state.cover import Piece
     from flashckpt.store.slots import SlotStore
     from flashckpt.types import ShardHeader
 

@@ -14,7 +14,7 @@ from flashckpt.cli.output import age, format_bytes, note, print_json, print_tabl
 from flashckpt.cli.persisted import as_json as disk_json
 from flashckpt.cli.persisted import persist_dir_of, persisted_steps
 from flashckpt.errors import FlashError
-from flashckpt.line import describe
+from flashckpt.protocol.line import describe
 
 if TYPE_CHECKING:
     from flashckpt.cli.memory import JobView

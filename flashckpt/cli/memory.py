@@ -12,12 +12,12 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flashckpt.agent.session import decode_session
 from flashckpt.cli.output import note, printable
 from flashckpt.config import CheckpointConfig, resolve
 from flashckpt.errors import ConfigError, FlashError, NotFoundError
 from flashckpt.format.shard import read_identity
-from flashckpt.save.retention import State, judge
+from flashckpt.protocol.session import decode_session
+from flashckpt.save.retention import GenerationState, judge
 from flashckpt.store.default_place import default_memory_dir, other_place
 from flashckpt.store.names import job_directory_name, parse_sealed_name
 from flashckpt.store.owner import is_dead
@@ -27,8 +27,8 @@ from flashckpt.types import Launch, Level, age_order
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from flashckpt.line import Line
-    from flashckpt.save.retention import Verdict
+    from flashckpt.protocol.line import Line
+    from flashckpt.save.retention import GenerationVerdict
     from flashckpt.store.slots import Sealed, StoreStatus
     from flashckpt.types import Generation, Record, Session
 
@@ -40,7 +40,7 @@ _ESCAPE = re.compile(rb"%([0-9A-F]{2})")
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class ShardView:
     """A sealed shard as the filesystem shows it."""
 
     sealed: Sealed
@@ -58,7 +58,7 @@ class GenerationView:
 
     generation: Generation
     world: int
-    shards: tuple[Shard, ...]
+    shards: tuple[ShardView, ...]
     state: str  # complete, pending, partial, lost, dead
     reason: str
     record: Record | None  # that every rank's shard was sealed, and on how many other nodes
@@ -70,7 +70,7 @@ class GenerationView:
             return Level.NONE
         if self.record is not None and self.record.replicas > 0:
             return Level.REPLICATED
-        return Level.SEALED if self.state == State.COMPLETE.value else Level.NONE
+        return Level.SEALED if self.state == GenerationState.COMPLETE.value else Level.NONE
 
     @property
     def size_bytes(self) -> int:
@@ -207,8 +207,8 @@ def view(store: SlotStore, job: str) -> JobView:
         dead = generation in voids or (line is not None and line.kills(generation))
         record = None if dead else records.get(generation)
         state, reason = verdict.state.value, verdict.reason
-        if verdict.state is State.DISAGREES:
-            state = State.DEAD.value
+        if verdict.state is GenerationState.DISAGREES:
+            state = GenerationState.DEAD.value
         elif not dead and len(members) < world:
             state, reason = _of_several_nodes(verdict, record, nodes)
             if record is not None and generation in losses:
@@ -228,7 +228,7 @@ def pick(job: JobView, step: int | None) -> GenerationView:
             f"found steps {steps or 'none'}",
             hint="`flashckpt ls` lists what is there",
         )
-    return next((one for one in of_step if one.state == State.COMPLETE.value), of_step[0])
+    return next((one for one in of_step if one.state == GenerationState.COMPLETE.value), of_step[0])
 
 
 def level_name(found: GenerationView) -> str:
@@ -240,11 +240,11 @@ def now() -> float:
     return time.time()
 
 
-def _of_several_nodes(verdict: Verdict, record: Record | None, nodes: int) -> tuple[str, str]:
+def _of_several_nodes(verdict: GenerationVerdict, record: Record | None, nodes: int) -> tuple[str, str]:
     """State and reason of a generation whose shards are not all here."""
     if record is not None:
-        return State.COMPLETE.value, f"committed: every rank sealed; copies on other nodes: {record.replicas}"
-    if nodes > 1 and verdict.state is State.DEAD:
+        return GenerationState.COMPLETE.value, f"committed: every rank sealed; copies on other nodes: {record.replicas}"
+    if nodes > 1 and verdict.state is GenerationState.DEAD:
         return PARTIAL, f"{verdict.reason} here; other nodes may have them"
     return verdict.state.value, verdict.reason
 
@@ -258,7 +258,7 @@ def _session(store: SlotStore) -> Session | None:
         return None
 
 
-def _live_launch(shards: list[Shard]) -> Launch | None:
+def _live_launch(shards: list[ShardView]) -> Launch | None:
     """The newest launch, if one of its writers still runs: only then an incomplete generation may be completed."""
     if not shards:
         return None
@@ -268,7 +268,7 @@ def _live_launch(shards: list[Shard]) -> Launch | None:
     return Launch(newest.epoch, newest.nonce) if alive else None
 
 
-def _stat(store: SlotStore, sealed: Sealed) -> Shard | None:
+def _stat(store: SlotStore, sealed: Sealed) -> ShardView | None:
     try:
         fd = store.open_shard(sealed)
     except NotFoundError:
@@ -281,7 +281,7 @@ def _stat(store: SlotStore, sealed: Sealed) -> Shard | None:
     finally:
         os.close(fd)
     # Renaming sets the time of change; writing through a mapping does not reliably set that of modification.
-    return Shard(sealed, found.st_size, found.st_ctime)
+    return ShardView(sealed, found.st_size, found.st_ctime)
 
 
 def _job_of(base_fd: int, name: str) -> str | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from flashckpt.agent.session import decode_session
 from flashckpt.errors import CorruptShardError, FlashError
+from flashckpt.protocol.session import decode_session
 
 if TYPE_CHECKING:
     from flashckpt.persist.catalog import Persisted

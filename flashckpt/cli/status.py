@@ -14,10 +14,10 @@ from flashckpt.cli.memory import memory_dir_of, now, open_store, selected_jobs, 
 from flashckpt.cli.options import where
 from flashckpt.cli.output import age, format_bytes, note, print_json, print_table, printable
 from flashckpt.errors import FlashError
-from flashckpt.line import describe
+from flashckpt.protocol.line import describe
 
 if TYPE_CHECKING:
-    from flashckpt.agent.start import Seen
+    from flashckpt.agent.start import SeenAgent
     from flashckpt.cli.memory import GenerationView, JobView
     from flashckpt.types import Session
 
@@ -59,7 +59,7 @@ def _look(directory: str, job: str, timeout: float) -> dict[str, Any]:
         return overview_of(view(store, job), seen, now())
 
 
-def overview_of(job: JobView, seen: Seen | None, at: float) -> dict[str, Any]:
+def overview_of(job: JobView, seen: SeenAgent | None, at: float) -> dict[str, Any]:
     """What is shown of one job. What lies here is read from the directory, all else is the agent's word."""
     said = None if seen is None else seen.status
     fields = as_fields(seen)

@@ -17,10 +17,10 @@ from flashckpt.cli.options import where
 from flashckpt.cli.output import format_bytes, note, print_json, print_table
 from flashckpt.errors import FlashError, NotFoundError
 from flashckpt.format.shard import read_header
-from flashckpt.load.cover import index_headers, uncovered
+from flashckpt.state.cover import index_headers, uncovered
 
 if TYPE_CHECKING:
-    from flashckpt.cli.memory import GenerationView, Shard
+    from flashckpt.cli.memory import GenerationView, ShardView
     from flashckpt.store.slots import SlotStore
     from flashckpt.types import ShardHeader
 
@@ -28,7 +28,7 @@ _MAX_THREADS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ShardVerdict:
     """On one shard, or (rank None) on a generation as a whole."""
 
     job: str
@@ -49,7 +49,7 @@ def command(step: int | None, threads: int | None, job: str | None, memory_dir: 
     """Check every byte of the shards of STEP, or of all steps in memory. Exit code 5 if something is bad."""
     directory = memory_dir_of(memory_dir, job)
     threads = threads or min(_MAX_THREADS, len(os.sched_getaffinity(0)))
-    verdicts: list[Verdict] = []
+    verdicts: list[ShardVerdict] = []
     began = time.perf_counter()
     for name in selected_jobs(directory, job):
         with open_store(directory, name) as store:
@@ -83,8 +83,8 @@ def command(step: int | None, threads: int | None, job: str | None, memory_dir: 
     sys.exit(ERRORS_FOUND if bad else OK if any(one.rank is not None for one in verdicts) else NOTHING_FOUND)
 
 
-def _verify_generation(store: SlotStore, job: str, found: GenerationView, threads: int) -> list[Verdict]:
-    verdicts: list[Verdict] = []
+def _verify_generation(store: SlotStore, job: str, found: GenerationView, threads: int) -> list[ShardVerdict]:
+    verdicts: list[ShardVerdict] = []
     headers: list[ShardHeader] = []
     for shard in found.shards:
         header, problem = _verify_shard(store, job, shard, threads)
@@ -95,20 +95,22 @@ def _verify_generation(store: SlotStore, job: str, found: GenerationView, thread
         code, reason = problem or ("", "")
         generation = found.generation
         verdicts.append(
-            Verdict(job, generation.step, str(generation), shard.rank, shard.size_bytes, problem is None, code, reason)
+            ShardVerdict(
+                job, generation.step, str(generation), shard.rank, shard.size_bytes, problem is None, code, reason
+            )
         )
         if header is not None and problem is None:
             headers.append(header)
     if found.state == "complete" and len(headers) == found.world:
         verdicts += [
-            Verdict(job, found.generation.step, str(found.generation), None, 0, False, "FC-LOAD-004", problem_text)
+            ShardVerdict(job, found.generation.step, str(found.generation), None, 0, False, "FC-LOAD-004", problem_text)
             for problem_text in uncovered(index_headers(headers))
         ]
     return verdicts
 
 
 def _verify_shard(
-    store: SlotStore, job: str, shard: Shard, threads: int
+    store: SlotStore, job: str, shard: ShardView, threads: int
 ) -> tuple[ShardHeader | None, tuple[str, str] | None]:
     """The header, and (code, reason) if the shard must not be used."""
     header = None
@@ -149,19 +151,19 @@ def _describe(header: ShardHeader, bad: list[int]) -> str:
     )
 
 
-def _has_gone(shard: Shard) -> bool:
+def _has_gone(shard: ShardView) -> bool:
     try:
         return shard.sealed.size_bytes < 0
     except NotFoundError:
         return True
 
 
-def _row(one: Verdict) -> list[str]:
+def _row(one: ShardVerdict) -> list[str]:
     name = "all ranks" if one.rank is None else f"rank {one.rank}"
     return [one.job, str(one.step), name, format_bytes(one.size_bytes), "ok" if one.ok else f"{one.code} {one.reason}"]
 
 
-def _as_json(one: Verdict) -> dict[str, Any]:
+def _as_json(one: ShardVerdict) -> dict[str, Any]:
     return {
         "job": one.job,
         "step": one.step,

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class NodeContents:
     """Of one node, at one moment."""
 
     shards: Mapping[ShardId, int] = field(default_factory=dict)  # with their sizes in bytes
@@ -29,7 +29,7 @@ class Held:
         return max((shard.generation.step for shard in self.shards if shard.rank == rank), default=0)
 
 
-def look(memory_dir: str, job: str) -> Held:
+def look(memory_dir: str, job: str) -> NodeContents:
     """Nothing where there is no directory, or where it goes while it is looked at."""
     try:
         with SlotStore.open(memory_dir, job, create=False) as store:
@@ -39,18 +39,18 @@ def look(memory_dir: str, job: str) -> Held:
                     shards[sealed.shard] = sealed.size_bytes
                 except NotFoundError:
                     continue  # recycled meanwhile
-            return Held(shards, store.read_records())
+            return NodeContents(shards, store.read_records())
     except (FlashError, OSError):
-        return Held()
+        return NodeContents()
 
 
-def newest_record(nodes: Mapping[str, Held]) -> Record | None:
+def newest_record(nodes: Mapping[str, NodeContents]) -> Record | None:
     """Of what any node knows to be committed."""
     records = [record for held in nodes.values() for record in held.records if record.replicas]
     return max(records, key=lambda record: age_order(record.generation), default=None)
 
 
-def holders(nodes: Mapping[str, Held], generation: Generation, rank: int) -> list[str]:
+def holders(nodes: Mapping[str, NodeContents], generation: Generation, rank: int) -> list[str]:
     """The nodes that hold this rank's shard of a generation."""
     return [
         name
@@ -59,7 +59,7 @@ def holders(nodes: Mapping[str, Held], generation: Generation, rank: int) -> lis
     ]
 
 
-def size_of(nodes: Mapping[str, Held], generation: Generation, rank: int) -> int:
+def size_of(nodes: Mapping[str, NodeContents], generation: Generation, rank: int) -> int:
     """Of one shard, in bytes; 0 where nobody has it."""
     for held in nodes.values():
         for shard, size_bytes in held.shards.items():

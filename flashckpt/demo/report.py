@@ -12,12 +12,12 @@ from flashckpt.store.room import format_bytes
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from flashckpt.demo.scenario import Outcome
+    from flashckpt.demo.scenario import DemoOutcome
 
 _AROUND = 2  # steps that are shown before and behind the repeated ones
 
 
-def print_report(outcome: Outcome, console: Console) -> None:
+def print_report(outcome: DemoOutcome, console: Console) -> None:
     console.print()
     console.print(_losses(outcome))
     console.print()
@@ -33,12 +33,12 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _base(outcome: Outcome) -> int:
+def _base(outcome: DemoOutcome) -> int:
     said = outcome.resumed.resumed(outcome.facts.lost_rank)
     return 0 if said is None else said.step
 
 
-def _losses(outcome: Outcome) -> Table:
+def _losses(outcome: DemoOutcome) -> Table:
     table = _table(
         "loss around the break, all digits", "step", "uninterrupted", "before the loss", "after the resume", ""
     )
@@ -66,7 +66,7 @@ def _loss(loss: str | None, expected: str | None) -> Text:
     return Text(loss if same else f"≠ {loss}", "" if same else "bold red")
 
 
-def _costs(outcome: Outcome) -> Table:
+def _costs(outcome: DemoOutcome) -> Table:
     table = _table("what the loss of the node cost", "", "")
     table.show_header = False
     cost, resumed = outcome.cost, outcome.resumed
@@ -86,7 +86,7 @@ def _costs(outcome: Outcome) -> Table:
     return table
 
 
-def _verdict(outcome: Outcome, console: Console) -> None:
+def _verdict(outcome: DemoOutcome, console: Console) -> None:
     if outcome.problems:
         for problem in outcome.problems:
             console.print(Text(f"  - {problem}", "red"))

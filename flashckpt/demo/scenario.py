@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from flashckpt.demo.memory import Held, holders, look, newest_record, size_of
+from flashckpt.demo.memory import NodeContents, holders, look, newest_record, size_of
 from flashckpt.demo.proof import Facts, find_problems
 from flashckpt.demo.run import Follower, JobFailedError, Run
 from flashckpt.demo.screen import Row
@@ -81,7 +81,7 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class DemoOutcome:
     """The three launches, what the loss cost, and what is wrong with them."""
 
     plan: Plan
@@ -93,7 +93,7 @@ class Outcome:
     problems: tuple[str, ...]  # empty = proved
 
 
-def play(plan: Plan, screen: Screen) -> Outcome:
+def play(plan: Plan, screen: Screen) -> DemoOutcome:
     """Runs the three launches. Whatever happens, no process and no file of it is left."""
     cluster = Cluster(plan.nodes, job=_JOB, memory_root=plan.memory_root)
     with _interruptible(), cluster, screen:
@@ -103,13 +103,13 @@ def play(plan: Plan, screen: Screen) -> Outcome:
 class _Play:
     def __init__(self, plan: Plan, cluster: Cluster, screen: Screen) -> None:
         self._plan, self._cluster, self._screen = plan, cluster, screen
-        self._held: dict[str, Held] = {}
+        self._held: dict[str, NodeContents] = {}
         self._announced = 0  # the newest step that was told to be replicated
         self._past: Launch | None = None  # the one that lost its node
         self._arrived: dict[ShardId, int] = {}  # of its shards, at the blank node, with their bytes
         self._blank_name = f"node{plan.nodes}"
 
-    def play(self) -> Outcome:
+    def play(self) -> DemoOutcome:
         plan = self._plan
         whole = self._reference()
         broken, facts, lost_bytes, killed = self._lose_a_node()
@@ -121,7 +121,7 @@ class _Play:
         facts = Facts(facts.lost_rank, facts.promised_step, record)
         cost = Cost(lost_bytes, killed, lost_at, restarted_at, sum(self._arrived.values()))
         problems = find_problems(plan.steps, plan.every, whole, broken.run, resumed, facts)
-        return Outcome(plan, whole, broken.run, resumed, facts, cost, tuple(problems))
+        return DemoOutcome(plan, whole, broken.run, resumed, facts, cost, tuple(problems))
 
     # --- the three acts -------------------------------------------------------------------------------------
 
@@ -155,7 +155,7 @@ class _Play:
         killed = victim.kill()
         victim.wipe()
         follower.poll()
-        self._held[victim.name] = Held()
+        self._held[victim.name] = NodeContents()
         self._screen.tell(
             f"     {victim.name} is lost after step {follower.run.furthest}: {killed} processes and "
             f"{format_bytes(lost_bytes)} of memory gone",
@@ -268,7 +268,7 @@ class _Play:
         self._screen.show(title, rows)
 
     def _row(self, rank: int, node: Node, follower: Follower, states: dict[int, str], ended: list[int]) -> Row:
-        run, held = follower.run, self._held.get(node.name, Held())
+        run, held = follower.run, self._held.get(node.name, NodeContents())
         step = run.reached(rank)
         state = states.get(rank) or ("stopped" if rank in ended else "training" if step else "starting")
         known = {one.generation.step for one in held.records if one.replicas}

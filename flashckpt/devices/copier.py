@@ -18,7 +18,7 @@ from flashckpt.devices.registrar import RegisteredMemory, address_of
 from flashckpt.devices.registrar import registrars as all_registrars
 from flashckpt.devices.ring import CHUNK_BYTES, Ring
 from flashckpt.devices.streams import event_of, side_stream, synchronize
-from flashckpt.transport.throttle import Throttle
+from flashckpt.move.throttle import Throttle
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -36,7 +36,7 @@ _CHUNK_SECONDS = 0.05
 _LEAST_CHUNK_BYTES = 64 << 10
 
 
-class Queued:
+class QueuedCopy:
     """A copy under way. A context manager: after its exit nothing writes to the slot any more."""
 
     def __init__(self, copier: Copier, data: memoryview, copies: Sequence[DeviceCopy]) -> None:
@@ -131,14 +131,14 @@ class Copier:
 
     def queue(
         self, data: memoryview, copies: Sequence[DeviceCopy], ready: Mapping[torch.device, torch.Event] | None = None
-    ) -> Queued:
+    ) -> QueuedCopy:
         """Start copying into `data`: queue what devices can do by themselves, and make the host's copies.
 
         `ready`: for each device an event that the copies wait for. A thread passes it, since its current stream is not
         the caller's.
         With a byte budget this blocks until the last chunk may be queued. If it raises, nothing writes to `data`.
         """
-        queued = Queued(self, data, copies)
+        queued = QueuedCopy(self, data, copies)
         by_device: dict[torch.device, list[DeviceCopy]] = {}
         for one in copies:
             by_device.setdefault(one.source.device, []).append(one)

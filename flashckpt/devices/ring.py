@@ -18,7 +18,7 @@ from flashckpt.devices.bits import place
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from flashckpt.transport.throttle import Throttle
+    from flashckpt.move.throttle import Throttle
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
-class State(enum.StrEnum):
+class Grade(enum.StrEnum):
     OK = "ok"
     WARN = "warn"  # works, but not as well or as safely as it could
     FAIL = "fail"  # saving, replicating or loading will not work
@@ -19,23 +19,23 @@ class State(enum.StrEnum):
 @dataclass(frozen=True, slots=True)
 class Finding:
     check: str  # a stable name, e.g. memory.room
-    state: State
+    state: Grade
     found: str
     advice: str = ""  # what to do; "" where there is nothing to be done
 
 
 def ok(check: str, found: str) -> Finding:
-    return Finding(check, State.OK, found)
+    return Finding(check, Grade.OK, found)
 
 
 def warn(check: str, found: str, advice: str) -> Finding:
-    return Finding(check, State.WARN, found, advice)
+    return Finding(check, Grade.WARN, found, advice)
 
 
 def fail(check: str, found: str, advice: str) -> Finding:
-    return Finding(check, State.FAIL, found, advice)
+    return Finding(check, Grade.FAIL, found, advice)
 
 
-def worst(findings: Iterable[Finding]) -> State:
-    order = list(State)
-    return max((one.state for one in findings), key=order.index, default=State.OK)
+def worst(findings: Iterable[Finding]) -> Grade:
+    order = list(Grade)
+    return max((one.state for one in findings), key=order.index, default=Grade.OK)

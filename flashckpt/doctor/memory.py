@@ -42,7 +42,7 @@ class MemoryFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class MemoryWish:
     """What is to fit: the state of all ranks of this node together, and how often it is kept."""
 
     size_bytes: int | None = None
@@ -95,7 +95,7 @@ def look_at_memory(
         os.close(fd)
 
 
-def judge_memory(facts: MemoryFacts, wish: Wish) -> Iterator[Finding]:
+def judge_memory(facts: MemoryFacts, wish: MemoryWish) -> Iterator[Finding]:
     if facts.problem:
         yield fail("memory.directory", facts.problem, "set FLASHCKPT_MEMORY_DIR to a directory on a tmpfs")
         return
@@ -154,7 +154,7 @@ def _swap(facts: MemoryFacts) -> Finding:
     )
 
 
-def _room(room: Room, held: int, wish: Wish) -> Finding:
+def _room(room: Room, held: int, wish: MemoryWish) -> Finding:
     if wish.size_bytes is None:
         fits = describe(0, room).removeprefix("needs 0 B, ")
         return warn("memory.room", fits, f"pass --size to see whether {wish.copies} times your state fits")

@@ -9,9 +9,9 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from flashckpt import __version__
-from flashckpt.address import advertised_address, is_loopback, parse_address
 from flashckpt.doctor.finding import Finding, fail, ok, warn
 from flashckpt.errors import ConfigError, DeniedError, FlashError, NotFoundError
+from flashckpt.rpc.address import advertised_address, is_loopback, parse_address
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -173,7 +173,7 @@ def _look_at_certificates(settings: Settings) -> tuple[str, float | None]:
         return "", None
     from cryptography import x509
 
-    from flashckpt.credentials import identity, load_operator_bundle
+    from flashckpt.rpc.credentials import identity, load_operator_bundle
 
     try:
         bundle = load_operator_bundle(*settings.tls_files)

@@ -12,16 +12,16 @@ import torch
 from flashckpt.errors import NotFoundError, UnusableError
 from flashckpt.format.layout import decode_layout
 from flashckpt.format.shard import read_envelope
-from flashckpt.load.assumed import AssumedTensors, only_from_one
-from flashckpt.load.cover import index, uncovered
+from flashckpt.load.disk.elsewhere import open_path, read_tensor
 from flashckpt.load.read import OpenShard, read_range
-from flashckpt.persist.elsewhere import open_path, read_tensor
 from flashckpt.save.values import unpack
+from flashckpt.state.assumed import AssumedTensors, only_from_one
+from flashckpt.state.cover import index, uncovered
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from flashckpt.load.cover import Piece
+    from flashckpt.state.cover import Piece
     from flashckpt.store.slots import SlotStore
     from flashckpt.types import Generation
 
@@ -32,7 +32,7 @@ class TensorInfo:
     shape: tuple[int, ...]
 
 
-class Source(Protocol):
+class SavedStep(Protocol):
     """One saved step."""
 
     step: int

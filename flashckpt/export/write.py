@@ -20,7 +20,7 @@ from flashckpt.store.rename import rename_exchange
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from flashckpt.export.source import Source, TensorInfo
+    from flashckpt.export.source import SavedStep, TensorInfo
 
 Form = Literal["hf", "torch", "dcp"]
 FORMS = ("hf", "torch", "dcp")
@@ -43,7 +43,7 @@ class Exported:
 
 
 def export(
-    source: Source,
+    source: SavedStep,
     out: str,
     *,
     form: Form = "hf",
@@ -94,7 +94,7 @@ def export(
 
 class _Plan:
     def __init__(
-        self, source: Source, chosen: dict[str, TensorInfo], names: dict[str, str], dtype: torch.dtype | None
+        self, source: SavedStep, chosen: dict[str, TensorInfo], names: dict[str, str], dtype: torch.dtype | None
     ) -> None:
         self._source, self._chosen, self._names, self._dtype = source, chosen, names, dtype
 

@@ -43,8 +43,8 @@ from flashckpt.v1 import format_pb2
 
 __all__ = [
     "DEFAULT_CHUNK_BYTES",
-    "Envelope",
     "Geometry",
+    "ShardEnvelope",
     "encode_header",
     "geometry",
     "invalidate",
@@ -67,7 +67,7 @@ class Geometry:
 
 
 @dataclass(frozen=True, slots=True)
-class Envelope:
+class ShardEnvelope:
     """A header whose layout was not decoded: enough to identify, verify and move a shard.
 
     Decoding tens of thousands of entries takes a hundred times longer than everything else in a header, and
@@ -205,7 +205,7 @@ def read_header(fd: int, *, expect: ShardId | None = None, job: str | None = Non
     return _with_layout(read_envelope(fd, expect=expect, job=job), name_of(fd))
 
 
-def read_envelope(fd: int, *, expect: ShardId | None = None, job: str | None = None) -> Envelope:
+def read_envelope(fd: int, *, expect: ShardId | None = None, job: str | None = None) -> ShardEnvelope:
     """Like `read_header`, but leaves the layout encoded and its entries unchecked."""
     head, file_length = _read_head(fd)
     return _parse_envelope(head, file_length, expect, job, name_of(fd))
@@ -250,7 +250,9 @@ def _read_head(fd: int) -> tuple[bytes, int]:
     return head, status.st_size
 
 
-def _parse_envelope(head: bytes, file_length: int, expect: ShardId | None, job: str | None, where: str) -> Envelope:
+def _parse_envelope(
+    head: bytes, file_length: int, expect: ShardId | None, job: str | None, where: str
+) -> ShardEnvelope:
     preamble = preambles.unpack(head[:PREAMBLE_BYTES], file_length, where)
     if len(head) != preamble.data_offset_bytes:
         corrupt(where, f"{preamble.data_offset_bytes} bytes before the data", f"{len(head)}")
@@ -278,7 +280,7 @@ def _parse_envelope(head: bytes, file_length: int, expect: ShardId | None, job: 
     return envelope
 
 
-def _decode_header(header: memoryview, preamble: preambles.Preamble, where: str) -> Envelope:
+def _decode_header(header: memoryview, preamble: preambles.Preamble, where: str) -> ShardEnvelope:
     try:
         # Any buffer will do, whatever the stub says; a copy of a large header would double its memory.
         message = format_pb2.ShardHeader.FromString(cast("bytes", header))
@@ -290,7 +292,7 @@ def _decode_header(header: memoryview, preamble: preambles.Preamble, where: str)
         corrupt(where, "the canonical encoding of what the header says", "another one")
     shard = ShardId(Generation(message.epoch, message.nonce, message.step, message.seq), message.rank, message.world)
     layout_bytes, chunk_crcs = message.layout, message.chunk_crcs
-    envelope = Envelope(
+    envelope = ShardEnvelope(
         message.job,
         shard,
         layout_bytes,
@@ -330,7 +332,7 @@ def _decode_header(header: memoryview, preamble: preambles.Preamble, where: str)
     return envelope
 
 
-def _with_layout(envelope: Envelope, where: str) -> ShardHeader:
+def _with_layout(envelope: ShardEnvelope, where: str) -> ShardHeader:
     layout = decode_layout(envelope.layout_bytes, f"{where}: layout")
     end = end_bytes(layout)
     # Also keeps the tensors within the data area, because the values are.

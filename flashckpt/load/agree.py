@@ -17,7 +17,7 @@ from flashckpt.errors import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from flashckpt.group import PrivateGroup
+    from flashckpt.ranks.group import PrivateGroup
 
 _DONE, _FAILED = b"\0", b"\1"
 # Problems that another copy or another generation may not have; every other error would meet us there again.

@@ -20,22 +20,23 @@ from flashckpt.format.shard import read_envelope
 from flashckpt.load import catalogue as catalogues
 from flashckpt.load.agree import StepBackError, agree
 from flashckpt.load.catalogue import Catalogue
-from flashckpt.load.cover import Index, index, uncovered_keys
-from flashckpt.load.plan import Reader
+from flashckpt.load.fetch_into_tensors import fetch_into_tensors
 from flashckpt.load.progress import Progress
 from flashckpt.load.read import OpenShard, count_writes, pieces_for, read
 from flashckpt.load.sources import Fetcher, deal_out, decode_needs, encode_needs, needs_of, plan_retrievals
-from flashckpt.load.straight import retrieve_straight
 from flashckpt.save.same import WAYS_ON
+from flashckpt.state.assumed import Reader
+from flashckpt.state.cover import Index, index, uncovered_keys
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from flashckpt.load.ground import Ground
+    from flashckpt.load.context import LoadContext
     from flashckpt.load.inventory import Copies, Copy
-    from flashckpt.load.plan import Int64s, Transfer
+    from flashckpt.load.plan import Transfer
     from flashckpt.load.read import Target
     from flashckpt.load.result import SourceName
+    from flashckpt.state.runs import Int64s
     from flashckpt.types import Retrieval
 
 log = logging.getLogger(__name__)
@@ -46,14 +47,14 @@ _TABLE = struct.Struct("<II")  # rank, bytes of the checksum table that follows
 class Attempt:
     """A context manager: descriptors and fetched files last as long as it does. Its stages are collective."""
 
-    def __init__(self, ground: Ground, copies: Copies, *, straight: bool = True) -> None:
+    def __init__(self, context: LoadContext, copies: Copies, *, straight: bool = True) -> None:
         """`straight`: ranks may fetch into their tensors, past their node's memory."""
-        self._ground = ground
-        self._holders = ground.memory.holders if straight else None
+        self._context = context
+        self._holders = context.memory.holders if straight else None
         self.generation = copies.generation
         self.world = copies.world
         self._copies = copies
-        self.near = frozenset(copies.on(ground.node))  # ranks whose shards lie on this node
+        self.near = frozenset(copies.on(context.node))  # ranks whose shards lie on this node
         self.catalogue: Catalogue
         self.stored: Index = {}
         self.broken: set[str] = set()  # keys of tensors that lack elements, where shards are missing
@@ -79,7 +80,7 @@ class Attempt:
 
     @property
     def reader(self) -> Reader:
-        rank = self._ground.rank
+        rank = self._context.rank
         return Reader(
             rank, self.catalogue.layout_of(rank) if self.catalogue.has(rank) else None, tuple(sorted(self.near))
         )
@@ -91,21 +92,21 @@ class Attempt:
 
         Proves coverage by volume. Raises StepBackError, on all ranks alike, where the generation can't be used.
         """
-        ground = self._ground
+        context = self._context
         tellers = self._copies.tellers()
 
         def tell() -> bytes:
-            if not ground.is_leader:
+            if not context.is_leader:
                 return b""
-            asked = [self._copies[rank] for rank in np.flatnonzero(tellers == ground.node).tolist()]
-            return catalogues.encode(catalogues.describe(ground.store, ground.job, asked, ground.verify))
+            asked = [self._copies[rank] for rank in np.flatnonzero(tellers == context.node).tolist()]
+            return catalogues.encode(catalogues.describe(context.store, context.job, asked, context.verify))
 
-        answers = agree(ground.group, ground.node, f"describing {self.generation}", tell)
+        answers = agree(context.group, context.node, f"describing {self.generation}", tell)
         failpoint("after_describe")
         described = [catalogues.decode(answer) for answer in answers if answer]
         problems = {rank: problem for one in described for rank, problem in one.problems.items()}
         if problems:
-            nodes = [place.node_id for place in ground.places]
+            nodes = [place.node_id for place in context.places]
             told = [f"rank {rank}'s on {nodes[tellers[rank]]}: {problem}" for rank, problem in problems.items()]
             raise StepBackError(
                 f"copies are damaged: {'; '.join(told[:4])}",
@@ -131,23 +132,23 @@ class Attempt:
 
         Collective. If all copies are equal, there is no exchange.
         """
-        ground, differing = self._ground, self.catalogue.assumed.differing()
+        context, differing = self._context, self.catalogue.assumed.differing()
         if not differing:
             return
         tellers = self._copies.tellers()
 
         def tell() -> bytes:
-            mine = [group.ranks[0] for group in differing if tellers[group.ranks[0]] == ground.node]
-            tables = {rank: self._table(rank) for rank in mine} if ground.is_leader else {}
+            mine = [group.ranks[0] for group in differing if tellers[group.ranks[0]] == context.node]
+            tables = {rank: self._table(rank) for rank in mine} if context.is_leader else {}
             return b"".join(_TABLE.pack(rank, len(table)) + table for rank, table in tables.items())
 
-        for answer in agree(ground.group, ground.node, f"comparing what ranks hold of {self.generation}", tell):
+        for answer in agree(context.group, context.node, f"comparing what ranks hold of {self.generation}", tell):
             at = 0
             while at < len(answer):
                 rank, length = _TABLE.unpack_from(answer, at)
                 at += _TABLE.size + length
                 self._references[rank] = answer[at - length : at]
-        if ground.rank == 0 and ground.warns:
+        if context.rank == 0 and context.warns:
             for group in differing:
                 log.warning(
                     "%s: %d tensors that count as the same on all ranks, e.g. %r, were stored by ranks %s with other "
@@ -162,7 +163,7 @@ class Attempt:
                 )
 
     def _table(self, rank: int) -> bytes:
-        return catalogues.table_of(self._ground.store, self._ground.job, self._copies[rank], self._ground.verify)
+        return catalogues.table_of(self._context.store, self._context.job, self._copies[rank], self._context.verify)
 
     def _near_table(self, rank: int) -> bytes | None:
         """Returns the checksum table of a shard on this node. None: it can't be read."""
@@ -191,18 +192,18 @@ class Attempt:
         those that have all they need, or need nothing of their agent, read it meanwhile.
         """
         began = time.perf_counter()
-        ground = self._ground
+        context = self._context
         retrievals = self._plan(needs)
         names: dict[int, str] = {}
-        place = ground.group.rank
-        mine = retrievals.get(Fetcher(ground.node, place, straight=True), ())
-        waits = any(one.node == ground.node and not one.straight for one in retrievals)
+        place = context.group.rank
+        mine = retrievals.get(Fetcher(context.node, place, straight=True), ())
+        waits = any(one.node == context.node and not one.straight for one in retrievals)
 
         def fetch() -> bytes:
             if mine:
                 count_writes([targets[one.want.target].tensor for one in transfers if one.shard not in self.near])
                 self._land(mine)
-            elif asked := retrievals.get(Fetcher(ground.node, place, straight=False), ()):
+            elif asked := retrievals.get(Fetcher(context.node, place, straight=False), ()):
                 return json.dumps(self._retrieve(asked)).encode()
             if not waits:
                 self._open_all(transfers, {})
@@ -211,13 +212,13 @@ class Attempt:
 
         if retrievals:
             failpoint("before_fetch")
-            answers = agree(ground.group, ground.node, f"fetching {self.generation}", fetch)
+            answers = agree(context.group, context.node, f"fetching {self.generation}", fetch)
             failpoint("after_fetch")
-            told = json.loads(answers[ground.members[ground.node][0]])
+            told = json.loads(answers[context.members[context.node][0]])
             names = {int(rank): name for rank, name in told.items()}
         self.fetched = frozenset({transfer.shard for transfer in transfers} - self.near)
         # A shard that vanished or was recycled since is another copy's turn: all ranks have to know.
-        agree(ground.group, ground.node, f"opening {self.generation}", lambda: self._open_all(transfers, names))
+        agree(context.group, context.node, f"opening {self.generation}", lambda: self._open_all(transfers, names))
         self.retrieve_seconds = time.perf_counter() - began
 
     def _plan(self, needs: Sequence[bytes]) -> dict[Fetcher, tuple[Retrieval, ...]]:
@@ -225,38 +226,38 @@ class Attempt:
         if not any(decoded):
             return {}
         chunks = {rank: self.catalogue.chunks(rank) for one in decoded for rank in one}
-        dealt = deal_out(decoded, [bool(one[0]) for one in needs], self._ground.members, chunks)
-        return plan_retrievals(dealt, self._copies, self.catalogue, self._ground.places)
+        dealt = deal_out(decoded, [bool(one[0]) for one in needs], self._context.members, chunks)
+        return plan_retrievals(dealt, self._copies, self.catalogue, self._context.places)
 
     def _land(self, retrievals: Sequence[Retrieval]) -> None:
         """On each rank that fetches for itself."""
-        ground = self._ground
+        context = self._context
         if self._holders is None or self._pieces is None:
-            raise InternalError(f"{self.generation}: rank {ground.rank} was to fetch what it can't")
+            raise InternalError(f"{self.generation}: rank {context.rank} was to fetch what it can't")
         self.touched = True
         self._landed = frozenset(one.shard.rank for one in retrievals)
         with Progress(f"fetching {self.generation}") as progress:
-            retrieve_straight(self._holders(), ground.job, retrievals, self._pieces, ground.timeout, progress.update)
+            fetch_into_tensors(self._holders(), context.job, retrievals, self._pieces, context.timeout, progress.update)
 
     def _retrieve(self, retrievals: Sequence[Retrieval]) -> dict[int, str]:
         """On the node's leader. Rank → name of the file that was fetched, "" where the shard is sealed here now."""
-        ground = self._ground
+        context = self._context
         with Progress(f"fetching {self.generation}") as progress:
-            files = self._open.enter_context(ground.memory.retrieve(retrievals, ground.timeout, progress.update))
+            files = self._open.enter_context(context.memory.retrieve(retrievals, context.timeout, progress.update))
         return {shard.rank: name for shard, name in files.items()}
 
     def _open_all(self, transfers: Sequence[Transfer], names: Mapping[int, str]) -> bytes:
         if self._has_read:
             return b""
-        lying = {one.shard: one for one in self._ground.store.scan()}
+        lying = {one.shard: one for one in self._context.store.scan()}
         for rank in sorted({transfer.shard for transfer in transfers} - self._landed):
             copy = self._copies[rank]
             mapped = None
             if names.get(rank):
-                fd = self._ground.store.open_fetched(names[rank])
+                fd = self._context.store.open_fetched(names[rank])
             elif copy.shard in lying:
-                fd = self._ground.store.open_shard(lying[copy.shard])
-                mapped = self._ground.store.mapped_shard(lying[copy.shard], fd)
+                fd = self._context.store.open_shard(lying[copy.shard])
+                mapped = self._context.store.mapped_shard(lying[copy.shard], fd)
             else:
                 raise NotFoundError(f"{copy.shard} is gone", shard_index=rank)
             self._open.callback(os.close, fd)
@@ -269,7 +270,7 @@ class Attempt:
         rank = copy.shard.rank
         number = self.catalogue.layout_of(rank)
         try:
-            head = read_envelope(fd, expect=copy.shard, job=self._ground.job)
+            head = read_envelope(fd, expect=copy.shard, job=self._context.job)
             if head.layout_fingerprint != self.catalogue.fingerprints[number]:
                 raise CorruptShardError(f"{copy.shard}: its layout is not the one that was described")
         except (CorruptShardError, IncompatibleError) as error:
@@ -288,7 +289,7 @@ class Attempt:
         self.touched = True
         left = [transfer for transfer in transfers if transfer.shard not in self._landed]
         try:
-            read(left, self.shards, targets, threads=self._ground.threads, verify=self._ground.verify)
+            read(left, self.shards, targets, threads=self._context.threads, verify=self._context.verify)
         except CorruptShardError as error:
             self.quarantine(error.shard_index, error.message)
             raise
@@ -297,6 +298,6 @@ class Attempt:
 
     def quarantine(self, rank: int, reason: str) -> None:
         """Sets this node's copy of a shard aside, if it has one."""
-        sealed = self._ground.store.find(self._copies[rank].shard)
+        sealed = self._context.store.find(self._copies[rank].shard)
         if sealed is not None:
-            self._ground.store.quarantine(sealed, reason)
+            self._context.store.quarantine(sealed, reason)

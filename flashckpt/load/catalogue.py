@@ -21,16 +21,16 @@ from flashckpt.errors import CorruptShardError, FlashError, IncompatibleError, I
 from flashckpt.format.layout import decode_layout, end_bytes
 from flashckpt.format.refuse import corrupt
 from flashckpt.format.shard import read_envelope
-from flashckpt.load.assumed import AssumedTensors, make_table
 from flashckpt.load.read import OpenShard, read_range
+from flashckpt.move.outgoing import digest_of
 from flashckpt.save.values import Values, unpack
-from flashckpt.transport.outgoing import digest_of
+from flashckpt.state.assumed import AssumedTensors, make_table
 from flashckpt.types import Layout
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from flashckpt.format.shard import Envelope
+    from flashckpt.format.shard import ShardEnvelope
     from flashckpt.load.inventory import Copy
     from flashckpt.store.slots import SlotStore
     from flashckpt.types import Generation
@@ -63,7 +63,7 @@ class Description:
     values: list[bytes] = field(default_factory=list)
     problems: dict[int, str] = field(default_factory=dict)  # rank → why its copy here can't be used
 
-    def add(self, rank: int, envelope: Envelope, values: bytes, assumed_bytes: int, assumed_digest: int) -> None:
+    def add(self, rank: int, envelope: ShardEnvelope, values: bytes, assumed_bytes: int, assumed_digest: int) -> None:
         self.shards.append(
             (
                 rank,
@@ -102,7 +102,7 @@ def describe(store: SlotStore, job: str, asked: Iterable[Copy], verify: bool) ->
     return described
 
 
-def _read(fd: int, job: str, copy: Copy, verify: bool) -> tuple[Envelope, bytes, int, int]:
+def _read(fd: int, job: str, copy: Copy, verify: bool) -> tuple[ShardEnvelope, bytes, int, int]:
     envelope = read_envelope(fd, expect=copy.shard, job=job)
     found = digest_of(fd)
     if found != copy.digest:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from flashckpt.load.histories import pick
-from flashckpt.placement import place
+from flashckpt.protocol.placement import place
 from flashckpt.save.retention import some_ranks
 from flashckpt.types import Launch, age_order
 

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from flashckpt.errors import AmbiguousHistoryError, InternalError, NotFoundError
-from flashckpt.line import GIVEN_UP, NOTHING, Line, begun, by_head, launch_of, name_of, order
+from flashckpt.protocol.line import GIVEN_UP, NOTHING, Line, begun, by_head, launch_of, name_of, order
 from flashckpt.types import age_order
 
 if TYPE_CHECKING:

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 from flashckpt.agent.bundle_file import read_bundle
 from flashckpt.errors import PeerError
-from flashckpt.rpc.peer_client import PeerClient
-from flashckpt.wire import GetOpen
+from flashckpt.move.transports.grpc.client import PeerClient
+from flashckpt.protocol.wire import GetOpen
 
 if TYPE_CHECKING:
     from flashckpt.agent.process import Options
-    from flashckpt.rpc.api import Taker
+    from flashckpt.move.seam import Taker
+    from flashckpt.protocol.wire import GetRefused
     from flashckpt.store.slots import SlotStore
     from flashckpt.types import ChunkRange, Session, ShardId
-    from flashckpt.wire import GetRefused
 
 
 class Holders:
@@ -45,7 +45,7 @@ class Holders:
         taker: Taker,
         timeout: float,
     ) -> GetRefused | None:
-        """As agent/fetching.py wants it."""
+        """As move/fetch.py wants it."""
         get = GetOpen(self._options.node_id, self._launch, self._line, shard, digest, not ranges, ranges)
         return self._client(node_id).get(get, taker, timeout)
 

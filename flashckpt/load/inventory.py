@@ -14,15 +14,15 @@ import numpy as np
 import numpy.typing as npt
 
 from flashckpt.errors import InternalError
-from flashckpt.line import by_head, launch_of
-from flashckpt.line import decode as decode_line
-from flashckpt.line import encode as encode_line
+from flashckpt.protocol.line import by_head, launch_of
+from flashckpt.protocol.line import decode as decode_line
+from flashckpt.protocol.line import encode as encode_line
 from flashckpt.types import Generation, Launch, ShardId
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from flashckpt.line import Line
+    from flashckpt.protocol.line import Line
     from flashckpt.types import NodeInventory
 
 Table = npt.NDArray[Any]

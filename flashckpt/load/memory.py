@@ -8,7 +8,7 @@ import os
 from typing import TYPE_CHECKING, Protocol
 
 from flashckpt.errors import CorruptShardError, FlashError, NotFoundError, RetrieveError
-from flashckpt.transport.outgoing import hold
+from flashckpt.move.outgoing import hold
 from flashckpt.types import Holding, Level, NodeInventory
 
 if TYPE_CHECKING:

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from flashckpt.errors import MissingKeyError, StructureError
-from flashckpt.load.assumed import piece_of
+from flashckpt.state.assumed import Reader, piece_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from flashckpt.load.cover import Index, Piece
+    from flashckpt.state.cover import Index, Piece
     from flashckpt.types import Box, TensorEntry
-
-Int64s = npt.NDArray[np.int64]
 
 
 class Want(NamedTuple):
@@ -42,24 +35,6 @@ class Transfer(NamedTuple):
     overlap: Box
 
 
-@dataclass(frozen=True, slots=True)
-class Reader:
-    """Who reads: what it may call its own, and what is near."""
-
-    rank: int
-    layout: int | None  # of the shard that this rank saved; None where it did not exist then
-    near: tuple[int, ...] = ()  # ranks whose shards lie on this node
-
-    def pick(self, ranks: tuple[int, ...]) -> tuple[int, int]:
-        """(how far, rank): the nearest of shards that hold the same. Far ones are dealt out among the readers."""
-        if _has(ranks, self.rank):
-            return 0, self.rank
-        for rank in self.near:
-            if _has(ranks, rank):
-                return 1, rank
-        return 2, ranks[self.rank % len(ranks)]
-
-
 def plan(
     wants: Sequence[Want],
     stored: Index,
@@ -70,7 +45,7 @@ def plan(
 ) -> list[Transfer]:
     """Transfers that fill every want completely; raises before anything is touched if that can't be done.
 
-    `sources`: for each assumed tensor (load/assumed.py) the rank whose shard it has to come from, whole.
+    `sources`: for each assumed tensor (state/assumed.py) the rank whose shard it has to come from, whole.
     """
     transfers: list[Transfer] = []
     picked: dict[int, tuple[int, int]] = {}  # by the identity of a layout's ranks, which all its pieces share
@@ -132,36 +107,3 @@ def _nearest(pieces: Iterable[Piece], pick: Callable[[Piece], tuple[int, int]]) 
         if known is None or pick(piece)[0] < pick(known)[0]:
             best[piece.entry.box] = piece
     return list(best.values())
-
-
-def _has(ranks: tuple[int, ...], rank: int) -> bool:
-    at = bisect_left(ranks, rank)
-    return at < len(ranks) and ranks[at] == rank
-
-
-def runs(overlap: Box, source: Box, target: Box, itemsize: int) -> tuple[Int64s, Int64s, int]:
-    """(source offsets, target offsets, length), in bytes, of the contiguous runs of `overlap`.
-
-    `source` and `target` are row-major boxes that both contain it. Trailing dimensions that all three have in
-    full are one run; for a whole region that is a single one.
-    """
-    dims = len(overlap.sizes)
-    length = itemsize
-    inner = dims
-    while inner > 0:
-        inner -= 1
-        length *= overlap.sizes[inner]
-        if not overlap.sizes[inner] == source.sizes[inner] == target.sizes[inner]:
-            break
-    starts = []
-    for box in (source, target):
-        strides = [itemsize] * dims
-        for dim in range(dims - 2, -1, -1):
-            strides[dim] = strides[dim + 1] * box.sizes[dim + 1]
-        first = sum((o - b) * s for o, b, s in zip(overlap.offsets, box.offsets, strides, strict=True))
-        offsets = np.array([first], dtype=np.int64)
-        for dim in range(inner):
-            steps = np.arange(overlap.sizes[dim], dtype=np.int64) * strides[dim]
-            offsets = (offsets[:, None] + steps[None, :]).reshape(-1)
-        starts.append(offsets)
-    return starts[0], starts[1], length

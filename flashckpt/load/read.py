@@ -15,15 +15,16 @@ from flashckpt.devices import Upload, copy_into, native_address
 from flashckpt.errors import CorruptShardError
 from flashckpt.failpoints import failpoint
 from flashckpt.format.dtypes import ITEMSIZE
-from flashckpt.load.cover import keys_in_chunks
-from flashckpt.load.plan import Int64s, Transfer, runs
+from flashckpt.state.cover import keys_in_chunks
 from flashckpt.state.regions import narrow
+from flashckpt.state.runs import Int64s, runs
 from flashckpt.types import Box
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from flashckpt.format.shard import Envelope
+    from flashckpt.format.shard import ShardEnvelope
+    from flashckpt.load.plan import Transfer
     from flashckpt.types import Layout
 
 _ALIGN_BYTES = 64
@@ -43,7 +44,7 @@ class OpenShard:
     """A shard with its parsed header, whole or as far as it was fetched; the descriptor stays the owner's."""
 
     fd: int
-    head: Envelope
+    head: ShardEnvelope
     layout: Layout  # for messages
     mapped: memoryview | None = None  # the whole file, where this process wrote it: it neither changes nor shrinks
 

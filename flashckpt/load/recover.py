@@ -8,11 +8,9 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from flashckpt.agent.session import decode_session, encode_session
 from flashckpt.collector import collector_paused
 from flashckpt.errors import FlashError, MissingKeyError, NotFoundError, StructureError, UnusableError
 from flashckpt.failpoints import failpoint
-from flashckpt.line import launch_of, name_of
 from flashckpt.load import inventory as inventories
 from flashckpt.load import parts
 from flashckpt.load.agree import StepBackError, agree
@@ -23,20 +21,22 @@ from flashckpt.load.inventory import copies_of
 from flashckpt.load.live import LiveTensors
 from flashckpt.load.plan import Transfer, plan
 from flashckpt.load.result import LoadResult
+from flashckpt.protocol.line import launch_of, name_of
+from flashckpt.protocol.session import decode_session, encode_session
 from flashckpt.state.flatten import Flat, flatten, restore
 from flashckpt.types import Launch, Loss, Timings, age_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 
-    from flashckpt.line import Line
-    from flashckpt.load.cover import Index
-    from flashckpt.load.ground import Ground
+    from flashckpt.load.context import LoadContext
     from flashckpt.load.inventory import Copies, Inventory
-    from flashckpt.load.plan import Reader
     from flashckpt.load.read import Target
     from flashckpt.load.result import SourceName
+    from flashckpt.protocol.line import Line
     from flashckpt.save.values import Values
+    from flashckpt.state.assumed import Reader
+    from flashckpt.state.cover import Index
     from flashckpt.types import Generation, TensorEntry
 
 log = logging.getLogger(__name__)
@@ -129,8 +129,8 @@ class Readable(Protocol):
 class Recovery:
     """One load, on all ranks at once."""
 
-    def __init__(self, ground: Ground) -> None:
-        self._ground = ground
+    def __init__(self, context: LoadContext) -> None:
+        self._context = context
         self._touched = False
         self._attempt: Readable | None = None  # the one that is under way
         self._missing: tuple[tuple[Generation, tuple[int, ...]], ...] = ()
@@ -155,15 +155,15 @@ class Recovery:
 
     def take_inventory(self) -> Inventory:
         """What every node holds; one rank of each node asks its agent. Collective."""
-        ground = self._ground
+        context = self._context
 
         def take() -> bytes:
-            return inventories.encode(ground.memory.inventory(ground.timeout)) if ground.is_leader else b""
+            return inventories.encode(context.memory.inventory(context.timeout)) if context.is_leader else b""
 
-        answers = agree(ground.group, ground.node, "gathering the inventories", take)
+        answers = agree(context.group, context.node, "gathering the inventories", take)
         failpoint("after_inventory")
-        nodes = [place.node_id for place in ground.places]
-        return inventories.merge(nodes, [answers[members[0]] for members in ground.members])
+        nodes = [place.node_id for place in context.places]
+        return inventories.merge(nodes, [answers[members[0]] for members in context.members])
 
     def pick_history(
         self,
@@ -222,11 +222,11 @@ class Recovery:
 
     def keep_losses(self) -> None:
         """Leaves word on this node of what was found to be lost, for `ls` and `status`. Local, and no error."""
-        if not self._ground.is_leader:
+        if not self._context.is_leader:
             return
         try:
-            if self._losses or self._ground.store.read_losses():
-                self._ground.store.write_losses(self._losses)
+            if self._losses or self._context.store.read_losses():
+                self._context.store.write_losses(self._losses)
         except (FlashError, OSError) as error:
             log.warning("the list of lost generations could not be written: %s", error)
 
@@ -236,16 +236,16 @@ class Recovery:
         tellers = {launch: node for launch, node in inventory.remembered.items() if launch in launches}
         if not tellers:
             return choice
-        ground = self._ground
+        context = self._context
 
         def tell() -> bytes:
-            if not ground.is_leader or ground.node not in tellers.values():
+            if not context.is_leader or context.node not in tellers.values():
                 return b"[]"
-            past = ground.memory.inventory(ground.timeout).past
-            mine = [encode_session(one).decode() for one in past if tellers.get(one.launch) == ground.node]
+            past = context.memory.inventory(context.timeout).past
+            mine = [encode_session(one).decode() for one in past if tellers.get(one.launch) == context.node]
             return json.dumps(mine).encode()
 
-        answers = agree(ground.group, ground.node, "asking who had what is missing", tell)
+        answers = agree(context.group, context.node, "asking who had what is missing", tell)
         sessions = [decode_session(one.encode()) for answer in answers for one in json.loads(answer)]
         return explain(choice, {one.launch: one for one in sessions}, inventory.nodes)
 
@@ -292,7 +292,7 @@ class Recovery:
             if not copies.ranks or not copies.agree:
                 continue
             try:
-                with Attempt(self._ground, copies) as attempt:
+                with Attempt(self._context, copies) as attempt:
                     if takes_parts:
                         result = self._try(attempt, state_dict, request)
                         log.warning(
@@ -343,7 +343,7 @@ class Recovery:
             copies: Copies | None = copies_of(inventory, generation)
             pauses = list(_PAUSES)
             while copies is not None:
-                attempt = Attempt(self._ground, copies, straight=straight)
+                attempt = Attempt(self._context, copies, straight=straight)
                 try:
                     return use(attempt), stepped_over
                 except BaseException as error:
@@ -364,7 +364,7 @@ class Recovery:
         raise self._unusable(choice, stepped_over)
 
     def _try(self, attempt: Readable, state_dict: MutableMapping[Any, Any], request: Request) -> LoadResult:
-        ground, generation = self._ground, attempt.generation
+        context, generation = self._context, attempt.generation
         began = time.perf_counter()
         self._attempt = attempt
         attempt.describe()
@@ -373,10 +373,10 @@ class Recovery:
 
         def make_plan() -> bytes:
             with collector_paused():
-                plans.append(_plan(attempt, ground.rank, state_dict, request))
+                plans.append(_plan(attempt, context.rank, state_dict, request))
                 return attempt.needs(plans[0].transfers, plans[0].targets)
 
-        needs = agree(ground.group, ground.node, f"preparing to load {generation}", make_plan)
+        needs = agree(context.group, context.node, f"preparing to load {generation}", make_plan)
         mine = plans[0]
         surplus = self._nobody_wants(mine.unexpected)
         if surplus and request.strict and request.keys is None:
@@ -393,8 +393,8 @@ class Recovery:
             attempt.fetch(mine.transfers, mine.targets, needs)
             fetched = time.perf_counter()
             agree(
-                ground.group,
-                ground.node,
+                context.group,
+                context.node,
                 f"reading {generation}",
                 lambda: attempt.read(mine.transfers, mine.targets),
             )
@@ -402,7 +402,7 @@ class Recovery:
             self._touched |= attempt.touched
         failpoint("after_read")
         # The owners' own code: load_state_dict of Stateful objects.
-        ground.group.together(
+        context.group.together(
             f"handing {generation} to its owners", lambda: restore(state_dict, mine.flat, mine.values, mine.keys)
         )
         return LoadResult(
@@ -423,13 +423,13 @@ class Recovery:
 
     def _nobody_wants(self, unexpected: frozenset[str]) -> list[str]:
         """Of the keys that this rank has no use for, those that no other rank has a use for either. Collective."""
-        answers = self._ground.group.gather(json.dumps(sorted(unexpected)).encode(), "comparing keys")
+        answers = self._context.group.gather(json.dumps(sorted(unexpected)).encode(), "comparing keys")
         return sorted(set.intersection(*(set(json.loads(answer)) for answer in answers)))
 
     def refuse_if_touched(self, error: UnusableError) -> None:
         """Before a fresh start: raises where tensors of any rank were written to, which would begin with them.
         Collective."""
-        answers = self._ground.group.gather(bytes([self.touched]), "comparing what was written to")
+        answers = self._context.group.gather(bytes([self.touched]), "comparing what was written to")
         if ranks := [rank for rank, answer in enumerate(answers) if answer != b"\0"]:
             raise UnusableError(
                 f"{error.message}\n  allow_fresh: expected untouched tensors to start anew with, found that those of "
@@ -442,7 +442,7 @@ class Recovery:
         tried = "".join(f"\n  - {line}" for line in stepped_over)
         touched = "; tensors were written to before the damage was found" if self.touched else ""
         return UnusableError(
-            f"job {self._ground.job!r}: shards exist, but no generation is usable{touched}:{tried}{_listed(choice)}",
+            f"job {self._context.job!r}: shards exist, but no generation is usable{touched}:{tried}{_listed(choice)}",
             touched=self.touched,
             parts=True,
         )

@@ -10,7 +10,7 @@ import numpy as np
 
 from flashckpt.errors import InternalError
 from flashckpt.format.dtypes import ITEMSIZE
-from flashckpt.load.plan import runs
+from flashckpt.state.runs import runs
 from flashckpt.types import ChunkRange, Portion, Retrieval
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ _RANGE = struct.Struct("<II")  # first, count
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class NodePlace:
     """One node of the launch that loads."""
 
     node_id: str
@@ -138,7 +138,7 @@ def _count(needs: Needs) -> int:
 
 
 def plan_retrievals(
-    needs: Mapping[Fetcher, Needs], copies: Copies, catalogue: Catalogue, places: Sequence[Place]
+    needs: Mapping[Fetcher, Needs], copies: Copies, catalogue: Catalogue, places: Sequence[NodePlace]
 ) -> dict[Fetcher, tuple[Retrieval, ...]]:
     """For each fetcher what to fetch, and from whom.
 

@@ -16,9 +16,9 @@ from typing import Any
 
 from flashckpt.errors import FlashError
 from flashckpt.persist.hints import hint_of
-from flashckpt.persist.spec import decode_spec
 from flashckpt.persist.storage import open_storage
 from flashckpt.persist.tenancy import enter
+from flashckpt.protocol.flush_spec import decode_spec
 
 _ORPHANED = 77
 _PROGRESS_SECONDS = 0.5

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from flashckpt import native
 from flashckpt.errors import CorruptShardError
-from flashckpt.line import Ancestor, Line, by_head, from_fence, launch_of, name_of, order
 from flashckpt.persist.meta import MAX_META_BYTES, Meta, decode_meta
 from flashckpt.persist.names import FENCE, HISTORY, IMPORTED, META_JSON, METADATA, step_of
+from flashckpt.protocol.line import Ancestor, Line, by_head, from_fence, launch_of, name_of, order
 from flashckpt.types import Generation, Launch
 
 if TYPE_CHECKING:

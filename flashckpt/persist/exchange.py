@@ -14,7 +14,7 @@ from flashckpt.errors import CorruptShardError, DeadlineError, NotFoundError, Pe
 from flashckpt.format.layout import decode_layout, encode_layout
 from flashckpt.persist.meta import FileInfo
 from flashckpt.persist.plan import Contribution
-from flashckpt.persist.write import Placed, Written
+from flashckpt.persist.write import Placed, WrittenFiles
 from flashckpt.types import Layout
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Exchange:
         found = [_decode_contribution(one) for node in self._await("layout").values() for one in node]
         return sorted(found, key=lambda one: one.rank)
 
-    def report(self, written: Written, value_paths: Mapping[str, Sequence[str | int]], saved_at: float) -> None:
+    def report(self, written: WrittenFiles, value_paths: Mapping[str, Sequence[str | int]], saved_at: float) -> None:
         self._put(
             "done",
             {
@@ -65,7 +65,7 @@ class Exchange:
             },
         )
 
-    def reported(self) -> list[tuple[Written, dict[str, tuple[str | int, ...]], float]]:
+    def reported(self) -> list[tuple[WrittenFiles, dict[str, tuple[str | int, ...]], float]]:
         """What every node wrote. A node that failed is a PeerError with its reason."""
         return [_decode_report(one, node) for node, one in self._await("done").items()]
 
@@ -157,9 +157,9 @@ def _decode_contribution(found: Any) -> Contribution:
         raise CorruptShardError(f"layout of another node: expected a contribution, found: {error!r}") from error
 
 
-def _decode_report(found: Any, node_id: str) -> tuple[Written, dict[str, tuple[str | int, ...]], float]:
+def _decode_report(found: Any, node_id: str) -> tuple[WrittenFiles, dict[str, tuple[str | int, ...]], float]:
     try:
-        written = Written(
+        written = WrittenFiles(
             {str(name): FileInfo(int(size), int(crc)) for name, (size, crc) in found["files"].items()},
             [
                 Placed(

@@ -18,6 +18,7 @@ import torch
 from flashckpt import __version__, native
 from flashckpt.errors import CorruptShardError, DeadlineError, FlashError, NotFoundError
 from flashckpt.failpoints import failpoint
+from flashckpt.move.throttle import Throttle
 from flashckpt.persist.catalog import look
 from flashckpt.persist.exchange import Exchange
 from flashckpt.persist.index import encode_index
@@ -39,9 +40,8 @@ from flashckpt.persist.plan import plan
 from flashckpt.persist.retain import KeepRules, Lying, removable
 from flashckpt.persist.storage import is_url, open_storage
 from flashckpt.persist.tenancy import enter, look_around
-from flashckpt.persist.write import Shard, Written, write_files
+from flashckpt.persist.write import Shard, WrittenFiles, write_files
 from flashckpt.store.slots import SlotStore
-from flashckpt.transport.throttle import Throttle
 from flashckpt.types import ShardId
 
 if TYPE_CHECKING:
@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 
     from flashckpt.persist.lineage import Lineage
     from flashckpt.persist.plan import PersistPlan
-    from flashckpt.persist.spec import FlushSpec
     from flashckpt.persist.storage import Stage, Storage
+    from flashckpt.protocol.flush_spec import FlushSpec
 
 _log = logging.getLogger(__name__)
 
@@ -226,9 +226,9 @@ def _value_paths(todo: PersistPlan, shards: list[Shard]) -> dict[str, tuple[str 
 
 
 def _merge(
-    reports: list[tuple[Written, dict[str, tuple[str | int, ...]], float]],
-) -> tuple[Written, dict[str, tuple[str | int, ...]], float]:
-    merged = Written()
+    reports: list[tuple[WrittenFiles, dict[str, tuple[str | int, ...]], float]],
+) -> tuple[WrittenFiles, dict[str, tuple[str | int, ...]], float]:
+    merged = WrittenFiles()
     paths: dict[str, tuple[str | int, ...]] = {}
     for written, value_paths, _ in reports:
         merged.files |= written.files
@@ -238,7 +238,7 @@ def _merge(
     return merged, paths, min(saved_at for _, _, saved_at in reports)
 
 
-def _check_seen(storage: Storage, stage: Stage, written: Written) -> None:
+def _check_seen(storage: Storage, stage: Stage, written: WrittenFiles) -> None:
     """What other nodes say they wrote has to lie here too."""
     seen = storage.list(stage.place) or {}
     for name, info in written.files.items():
@@ -251,7 +251,7 @@ def _check_seen(storage: Storage, stage: Stage, written: Written) -> None:
             )
 
 
-def _write_checksums(storage: Storage, stage: Stage, written: Written) -> None:
+def _write_checksums(storage: Storage, stage: Stage, written: WrittenFiles) -> None:
     """Of every part, so that a reader of a few of them need not read whole files to know that they are good."""
     parts: dict[str, list[list[int]]] = {}
     for one in written.placed:
@@ -271,6 +271,6 @@ def _move_latest(storage: Storage, spec: FlushSpec) -> None:
         storage.point_latest(name)
 
 
-def _told(written: Written, began: float) -> dict[str, Any]:
+def _told(written: WrittenFiles, began: float) -> dict[str, Any]:
     size_bytes = sum(one.size_bytes for one in written.files.values())
     return {"files": len(written.files), "size_bytes": size_bytes, "seconds": time.monotonic() - began}

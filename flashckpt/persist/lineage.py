@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flashckpt.errors import CorruptShardError, PersistError
-from flashckpt.line import launch_of, name_of
 from flashckpt.persist.catalog import look, read_lines, write_line
 from flashckpt.persist.names import step_name
+from flashckpt.protocol.line import launch_of, name_of
 from flashckpt.store.slots import SlotStore
 
 if TYPE_CHECKING:
-    from flashckpt.line import Line
-    from flashckpt.persist.spec import FlushSpec
     from flashckpt.persist.storage import Storage
+    from flashckpt.protocol.flush_spec import FlushSpec
+    from flashckpt.protocol.line import Line
     from flashckpt.types import Generation
 
 _log = logging.getLogger(__name__)

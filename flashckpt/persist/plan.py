@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 
 from flashckpt.errors import CorruptShardError
 from flashckpt.format.dtypes import ITEMSIZE
-from flashckpt.load.assumed import AssumedTensors, only_from_one
-from flashckpt.load.cover import Piece, uncovered
 from flashckpt.persist.names import per_rank_key
+from flashckpt.state.assumed import AssumedTensors, only_from_one
+from flashckpt.state.cover import Piece, uncovered
 from flashckpt.types import Box, Layout, TensorEntry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from flashckpt.load.cover import Index
+    from flashckpt.state.cover import Index
 
 # Larger regions are cut, so that a flusher's memory stays small; a row that is longer stays whole.
 PIECE_BYTES = 64 << 20
@@ -32,7 +32,7 @@ class Contribution:
     entries: tuple[TensorEntry, ...]
     values: tuple[str, ...]  # keys of its values that all ranks share
     own_values: tuple[str, ...]  # keys of those that are this rank's alone
-    assumed_bytes: int = 0  # where its assumed tensors (load/assumed.py) end in the data area
+    assumed_bytes: int = 0  # where its assumed tensors (state/assumed.py) end in the data area
 
 
 @dataclass(frozen=True, slots=True)

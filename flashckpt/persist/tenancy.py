@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
     from flashckpt.persist.catalog import Persisted
-    from flashckpt.persist.spec import FlushSpec
     from flashckpt.persist.storage import Storage
+    from flashckpt.protocol.flush_spec import FlushSpec
 
 _log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ _OTHER_WAYS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class DirectoryIdentity:
     """Whose directory it is."""
 
     job: str
@@ -55,7 +55,7 @@ class Tenancy:
 
     job: str
     root: str
-    identity: Identity | None
+    identity: DirectoryIdentity | None
     owner: str | None  # the job that the directory belongs to; None: nobody's yet
     ours: tuple[Persisted, ...]  # steps of this job, newest last
     foreign: tuple[Persisted, ...]  # of other jobs and programs, newest last
@@ -99,7 +99,7 @@ def _owner_by_steps(storage: Storage, steps: Iterable[Persisted], job: str) -> s
     return job if job in writers.values() else next(reversed(writers.values()), None)
 
 
-def read_identity(storage: Storage) -> Identity | None:
+def read_identity(storage: Storage) -> DirectoryIdentity | None:
     """CorruptShardError where the file is not what flashckpt writes."""
     data = storage.read(IDENTITY, 0, _MAX_IDENTITY_BYTES)
     if data is None:
@@ -108,7 +108,7 @@ def read_identity(storage: Storage) -> Identity | None:
         found = json.loads(data)
         if found["schema"] != _SCHEMA or not isinstance(found["job"], str) or not found["job"]:
             raise ValueError(f"expected schema {_SCHEMA} and a job, found {str(found)[:200]}")
-        return Identity(found["job"], float(found["created"]))
+        return DirectoryIdentity(found["job"], float(found["created"]))
     except (ValueError, KeyError, TypeError) as error:
         raise CorruptShardError(f"{storage.root}/{IDENTITY}: expected an identity, found: {error!r}") from error
 

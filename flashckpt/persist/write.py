@@ -22,20 +22,20 @@ from flashckpt.errors import CorruptShardError
 from flashckpt.failpoints import failpoint
 from flashckpt.format.dtypes import ITEMSIZE
 from flashckpt.format.shard import read_header
-from flashckpt.load.plan import runs
 from flashckpt.persist.frame import frame_of
 from flashckpt.persist.meta import FileInfo
 from flashckpt.persist.names import data_name, values_name
 from flashckpt.persist.plan import Contribution, TensorItem
 from flashckpt.save.values import unpack
+from flashckpt.state.runs import runs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from flashckpt.move.throttle import Throttle
     from flashckpt.persist.plan import PersistPlan, ValueItem
     from flashckpt.persist.storage import Stage, Storage, Writer
     from flashckpt.save.values import Values
-    from flashckpt.transport.throttle import Throttle
     from flashckpt.types import ShardHeader, ShardId
 
 
@@ -156,7 +156,7 @@ class Placed:
 
 
 @dataclass(slots=True)
-class Written:
+class WrittenFiles:
     """What one node wrote."""
 
     files: dict[str, FileInfo] = field(default_factory=dict)
@@ -173,7 +173,7 @@ def write_files(
     throttle: Throttle,
     concurrency: int,
     progress: Callable[[int], None],
-) -> Written:
+) -> WrittenFiles:
     """Writes what comes from these shards. All files are durable when this returns.
 
     Where one file fails the others are not begun, and the first error is raised.
@@ -187,7 +187,7 @@ def write_files(
             if bucket or (number == 0 and values):
                 name = data_name(shard.rank, number, stage.suffix)
                 jobs.append((name, shard, [*bucket, *(values if number == 0 else [])]))
-    result = Written()
+    result = WrittenFiles()
     with ThreadPoolExecutor(concurrency, thread_name_prefix="flush") as pool:
         running = [
             pool.submit(_write_file, storage, stage, name, shard, items, throttle, progress)

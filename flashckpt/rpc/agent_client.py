@@ -26,9 +26,9 @@ from flashckpt.v1 import agent_pb2
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
 
-    from flashckpt.credentials import Bundle
-    from flashckpt.line import Line
-    from flashckpt.rpc.api import Lease, Overtaken, Progress, RetrieveNews, TrainerState
+    from flashckpt.protocol.line import Line
+    from flashckpt.rpc.api import GenerationProgress, Lease, Overtaken, RetrieveNews, TrainerState
+    from flashckpt.rpc.credentials import Bundle
     from flashckpt.store.owner import Owner
     from flashckpt.types import Claimant, Generation, Launch, NodeInventory, Retrieval, Session, ShardId
 
@@ -179,7 +179,7 @@ class AgentClient:
     def void(self, ticket: bytes, generation: Generation) -> None:
         self._call("Void", ticket, lambda: agent_pb2.VoidRequest(generation=convert.to_generation(generation)))
 
-    def watch(self, ticket: bytes) -> Iterator[Progress | Overtaken]:
+    def watch(self, ticket: bytes) -> Iterator[GenerationProgress | Overtaken]:
         """Without a deadline of its own: ends when the agent drains, raises AgentError when it is gone or hung
         (keepalive finds that out), and when another thread closes the client."""
         for data in self._stream("Watch", ticket, agent_pb2.WatchRequest().SerializeToString()):

@@ -15,15 +15,14 @@ import grpc
 
 from flashckpt.errors import AgentError, DeniedError, IncompatibleError
 from flashckpt.rpc import convert, convert_load
-from flashckpt.rpc.guard import Call, Caller, Guard
-from flashckpt.rpc.roles import Role
+from flashckpt.rpc.guard import Call, Caller, Guard, Role
 from flashckpt.rpc.settings import AGENT_SERVICE, TICKET_KEY, Keepalive, server_options, unix_target
 from flashckpt.v1 import agent_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from flashckpt.rpc.api import AgentApi, Overtaken, Progress, RetrieveNews
+    from flashckpt.rpc.api import AgentApi, GenerationProgress, Overtaken, RetrieveNews
 
 _T = TypeVar("_T")
 
@@ -207,7 +206,7 @@ class AgentServer:
 
     def _watch(self, data: bytes, call: Call) -> Iterator[bytes]:
         convert.parse(agent_pb2.WatchRequest, data, "Watch")
-        there: Iterator[Progress | Overtaken] = _while_there(call, self._api.watch(call.caller.ticket))
+        there: Iterator[GenerationProgress | Overtaken] = _while_there(call, self._api.watch(call.caller.ticket))
         for progress in there:
             yield convert.to_progress(progress).SerializeToString()
 

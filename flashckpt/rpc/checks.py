@@ -5,8 +5,8 @@ from __future__ import annotations
 import ipaddress
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from flashckpt.address import parse_address
 from flashckpt.errors import ConfigError, IncompatibleError
+from flashckpt.rpc.address import parse_address
 from flashckpt.rpc.errors import printable, shorten
 
 if TYPE_CHECKING:

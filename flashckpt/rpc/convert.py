@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from google.protobuf.message import DecodeError
 
-from flashckpt import wire
-from flashckpt.credentials import Bundle
 from flashckpt.errors import IncompatibleError
-from flashckpt.line import MAX_LISTED, Ancestor, Line
-from flashckpt.line import decode as decode_line
-from flashckpt.line import encode as encode_line
-from flashckpt.rpc.api import Hello, Lease, Overtaken, Progress, TrainerState
+from flashckpt.protocol import wire
+from flashckpt.protocol.line import MAX_LISTED, Ancestor, Line
+from flashckpt.protocol.line import decode as decode_line
+from flashckpt.protocol.line import encode as encode_line
+from flashckpt.rpc.api import GenerationProgress, Hello, Lease, Overtaken, TrainerState
 from flashckpt.rpc.checks import DIGEST_BYTES as DIGEST_BYTES
 from flashckpt.rpc.checks import MAX_NAME_BYTES as _MAX_NAME_BYTES
 from flashckpt.rpc.checks import MAX_TEXT_BYTES as _MAX_TEXT_BYTES
@@ -38,6 +37,7 @@ from flashckpt.rpc.checks import refused as _refused
 from flashckpt.rpc.checks import seconds as seconds
 from flashckpt.rpc.checks import text as _text
 from flashckpt.rpc.checks import world as _world
+from flashckpt.rpc.credentials import Bundle
 from flashckpt.rpc.errors import printable, shorten
 from flashckpt.store.owner import Owner
 from flashckpt.types import (
@@ -343,7 +343,7 @@ def from_on_busy(value: int) -> str:
     raise _refused("on_busy", "a known value", value)
 
 
-def to_progress(progress: Progress | Overtaken) -> agent_pb2.WatchResponse:
+def to_progress(progress: GenerationProgress | Overtaken) -> agent_pb2.WatchResponse:
     if isinstance(progress, Overtaken):
         reason = shorten(progress.reason, _MAX_TEXT_BYTES)
         return agent_pb2.WatchResponse(overtaken_by=to_launch(progress.launch), reason=reason)
@@ -355,7 +355,7 @@ def to_progress(progress: Progress | Overtaken) -> agent_pb2.WatchResponse:
     )
 
 
-def from_progress(message: agent_pb2.WatchResponse) -> Progress | Overtaken:
+def from_progress(message: agent_pb2.WatchResponse) -> GenerationProgress | Overtaken:
     if message.HasField("overtaken_by"):
         return Overtaken(from_launch(message.overtaken_by), printable(message.reason))
     generation = needed(message, "generation", from_generation)
@@ -363,7 +363,7 @@ def from_progress(message: agent_pb2.WatchResponse) -> Progress | Overtaken:
         level = Level(message.level)
     except ValueError as error:
         raise _refused("level", "a known value", message.level) from error
-    return Progress(generation, level, printable(message.reason), printable(message.flush_problem))
+    return GenerationProgress(generation, level, printable(message.reason), printable(message.flush_problem))
 
 
 # --- between agents
@@ -430,7 +430,7 @@ def to_envelope(envelope: wire.Envelope, receiver: str) -> peer_pb2.TellRequest:
             request.announce.CopyFrom(announce)
         case wire.Lost(shard):
             request.lost.CopyFrom(peer_pb2.Lost(shard=to_shard(shard)))
-        case wire.Want(shard, digest):
+        case wire.WantBack(shard, digest):
             request.want.CopyFrom(peer_pb2.Want(shard=to_shard(shard), digest=digest))
         case wire.Persist(generation, reason, urgent):
             text = shorten(reason, _MAX_TEXT_BYTES)
@@ -476,7 +476,7 @@ def _body(message: peer_pb2.TellRequest) -> wire.Body:
         case "lost":
             return wire.Lost(needed(message.lost, "shard", from_shard))
         case "want":
-            return wire.Want(needed(message.want, "shard", from_shard), digest16(message.want.digest))
+            return wire.WantBack(needed(message.want, "shard", from_shard), digest16(message.want.digest))
         case "persist":
             reason = _line(message.persist.reason, "reason")
             generation = needed(message.persist, "generation", from_generation)
@@ -595,13 +595,13 @@ def _from_holds(message: peer_pb2.Holds) -> wire.Holds:
     )
 
 
-def _to_copy(copy: wire.Copy) -> peer_pb2.Copy:
+def _to_copy(copy: wire.CopyOrder) -> peer_pb2.Copy:
     return peer_pb2.Copy(rank=copy.rank, source=copy.source, target=copy.target, digest=copy.digest)
 
 
-def _from_copy(message: peer_pb2.Copy) -> wire.Copy:
+def _from_copy(message: peer_pb2.Copy) -> wire.CopyOrder:
     digest = digest16(message.digest) if message.digest else b""
-    return wire.Copy(message.rank, name(message.source, "source"), name(message.target, "target"), digest)
+    return wire.CopyOrder(message.rank, name(message.source, "source"), name(message.target, "target"), digest)
 
 
 def _to_health(health: wire.Health) -> peer_pb2.Health:

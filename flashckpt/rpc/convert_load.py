@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from flashckpt import wire
+from flashckpt.protocol import wire
 from flashckpt.rpc import checks, convert
 from flashckpt.rpc.api import Retrieved, RetrieveFailed, RetrieveProgress, ShardProblem
 from flashckpt.rpc.errors import printable, shorten

@@ -11,11 +11,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from flashckpt.errors import BusyError, ConfigError, FencedError, FlashError, NotFoundError
-from flashckpt.placement import place
+from flashckpt.protocol.placement import place
 from flashckpt.rpc.api import Overtaken
 from flashckpt.save.flush_news import FlushNews
+from flashckpt.save.own_slots import lacking
 from flashckpt.save.patience import LOOK_SECONDS, Patience
-from flashckpt.save.slots import lacking
 from flashckpt.types import Launch, Level, Session, age_order
 from flashckpt.workers import Pending, Worker
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
     from flashckpt.agent.link import AgentLink
     from flashckpt.config import CheckpointConfig
-    from flashckpt.credentials import Bundle
-    from flashckpt.line import Line
+    from flashckpt.protocol.line import Line
     from flashckpt.rpc.agent_client import AgentClient
-    from flashckpt.rpc.api import Progress
+    from flashckpt.rpc.api import GenerationProgress
+    from flashckpt.rpc.credentials import Bundle
     from flashckpt.save.handle import SaveHandle
-    from flashckpt.save.slots import SlotMemory
+    from flashckpt.save.own_slots import SlotMemory
     from flashckpt.store.slots import Sealed, Slot, SlotStore
     from flashckpt.types import Claimant, Generation, ShardId
 
@@ -63,7 +63,7 @@ class AgentSlots:
         self._lock = threading.Lock()  # protects what follows: the link's thread brings news
         self._handles: weakref.WeakValueDictionary[Generation, SaveHandle] = weakref.WeakValueDictionary()
         self._saved: dict[int, Generation] = {}  # the last ones, by step
-        self._early: dict[Generation, Progress] = {}  # news of a generation before anybody followed it
+        self._early: dict[Generation, GenerationProgress] = {}  # news of a generation before anybody followed it
         # One thread, so that the agent hears of shards in the order in which they were sealed.
         self._teller = Worker("flashckpt-tell", finishes=True)
         link.on_progress = self._take_news
@@ -252,7 +252,7 @@ class AgentSlots:
         if self._told is not None:
             self._told.wait(max(0.0, deadline - time.monotonic()))
 
-    def _take_news(self, progress: Progress | Overtaken) -> None:
+    def _take_news(self, progress: GenerationProgress | Overtaken) -> None:
         if isinstance(progress, Overtaken):
             # A load of this process begins a newer launch as well: on this rank, before any agent is taken over.
             if self.launch.is_older_than(progress.launch):
@@ -290,7 +290,7 @@ def _acquire(shard: ShardId, size_bytes: int, on_busy: str, client: AgentClient,
     return client.acquire(ticket, shard, size_bytes, on_busy, min(left, LOOK_SECONDS))
 
 
-def _advance(handle: SaveHandle, progress: Progress) -> None:
+def _advance(handle: SaveHandle, progress: GenerationProgress) -> None:
     if progress.level is Level.NONE:
         handle.stop(progress.reason)
     else:

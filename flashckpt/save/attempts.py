@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from flashckpt.errors import AmbiguousHistoryError, ConfigError
-from flashckpt.save.retention import State, Verdict
+from flashckpt.save.retention import GenerationState, GenerationVerdict
 from flashckpt.types import Generation, age_order
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Attempts:
         if self._anchored:
             return
         _, verdicts = self._writer.verdicts()
-        whole = {generation for generation, verdict in verdicts.items() if verdict.state is State.COMPLETE}
+        whole = {generation for generation, verdict in verdicts.items() if verdict.state is GenerationState.COMPLETE}
         line = self._store.read_line()
         # On several nodes no directory holds all shards of a generation, but each holds its record.
         committed = {record.generation for record in self._store.read_records()}
@@ -89,11 +89,13 @@ class Attempts:
         self._last_step = step
         return Generation(self._writer.launch.epoch, self._writer.launch.nonce, step, self._seq)
 
-    def judged(self) -> list[tuple[Generation, Verdict]]:
+    def judged(self) -> list[tuple[Generation, GenerationVerdict]]:
         """What lies on this node, newest first."""
         _, verdicts = self._writer.verdicts()
         # On several nodes no directory holds all shards of a generation, but each holds its record.
         for record in self._store.read_records():
-            if record.generation in verdicts and verdicts[record.generation].state is State.PENDING:
-                verdicts[record.generation] = Verdict(State.COMPLETE, f"committed with {record.replicas} replicas")
+            if record.generation in verdicts and verdicts[record.generation].state is GenerationState.PENDING:
+                verdicts[record.generation] = GenerationVerdict(
+                    GenerationState.COMPLETE, f"committed with {record.replicas} replicas"
+                )
         return sorted(verdicts.items(), key=lambda item: age_order(item[0]), reverse=True)

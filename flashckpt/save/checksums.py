@@ -19,7 +19,7 @@ from flashckpt.state.regions import local_parts, narrow, plain_local
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from flashckpt.save.plan import Source
+    from flashckpt.save.plan import TensorSource
     from flashckpt.state.flatten import Flat
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,13 @@ class Checksums:
     """
 
     def __init__(
-        self, whole: Iterable[Source], sampled: Iterable[Source], flat: Flat, threads: int, *, window_bytes: int
+        self,
+        whole: Iterable[TensorSource],
+        sampled: Iterable[TensorSource],
+        flat: Flat,
+        threads: int,
+        *,
+        window_bytes: int,
     ) -> None:
         self._threads = threads
         self._keep: list[torch.Tensor] = []  # SAFETY: the native core reads at their addresses
@@ -78,7 +84,7 @@ class Checksums:
         devices = {value.device for value in self._sums if not value.is_cpu}
         self._events = {device: event_of(device) for device in devices}
 
-    def _add(self, key: str, view: torch.Tensor, source: Source, window_bytes: int | None) -> None:
+    def _add(self, key: str, view: torch.Tensor, source: TensorSource, window_bytes: int | None) -> None:
         address = native_address(key, view)
         if address is None:
             part, skipped = (view, 0) if window_bytes is None else window(view, window_bytes)
@@ -176,7 +182,7 @@ def window(tensor: torch.Tensor, most_bytes: int) -> tuple[torch.Tensor, int]:
     return tensor, skipped
 
 
-def view_of(fqn: str, tensor: torch.Tensor, source: Source) -> torch.Tensor:
+def view_of(fqn: str, tensor: torch.Tensor, source: TensorSource) -> torch.Tensor:
     """Return one entry as a tensor: a view of the user's memory, of any stride, on any device."""
     if source.whole:
         local = plain_local(tensor)

@@ -18,8 +18,7 @@ import torch
 from flashckpt.devices import clone_on_device
 from flashckpt.errors import BusyError, ChangedError, FlashError
 from flashckpt.save.checksums import Checksums
-from flashckpt.save.frozen import Entry, FrozenChunks
-from flashckpt.save.marks import ImmediateMarks, Mark, has_versions, parts_of
+from flashckpt.save.marks import FrozenChunks, FrozenEntry, ImmediateMarks, Mark, has_versions, parts_of
 from flashckpt.state.regions import plain_local
 from flashckpt.workers import Flag
 
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from flashckpt.save.handle import SaveHandle
-    from flashckpt.save.plan import SavePlan, Source
+    from flashckpt.save.plan import SavePlan, TensorSource
     from flashckpt.state.flatten import Flat
 
 log = logging.getLogger(__name__)
@@ -139,7 +138,7 @@ class Deferrals:
         for i in new:
             self._rechecked[fqns[i]] = self._rechecked.get(fqns[i], 0) + 1
         whole = [source for source in plan.sources if source.tensor in new] if new else []
-        sample: list[Source] = []
+        sample: list[TensorSource] = []
         if len(new) < len(deferred):
             left = frozenset(deferred) - new
             count = len(plan.sources)
@@ -201,7 +200,7 @@ class Deferred:
         overlapped: bool,
     ) -> None:
         fqns, leaves = list(flat.tensors), list(flat.tensors.values())
-        self.frozen: list[Entry] = []  # of tensors that have not changed since an earlier save
+        self.frozen: list[FrozenEntry] = []  # of tensors that have not changed since an earlier save
         self.immediate = immediate  # indices into `flat` of the tensors that are copied while save() waits
         self._handle = handle
         self._owner = owner
@@ -344,8 +343,8 @@ class Deferred:
         )
 
 
-def _entries(fqns: list[str], plan: SavePlan, which: Collection[int]) -> list[Entry]:
-    return [Entry(fqns[s.tensor], s.offset_bytes, s.length_bytes) for s in plan.sources if s.tensor in which]
+def _entries(fqns: list[str], plan: SavePlan, which: Collection[int]) -> list[FrozenEntry]:
+    return [FrozenEntry(fqns[s.tensor], s.offset_bytes, s.length_bytes) for s in plan.sources if s.tensor in which]
 
 
 def _clone_on_devices(flat: Flat, fqns: list[str], leaves: list[torch.Tensor], indices: list[int]) -> list[int]:

@@ -57,7 +57,7 @@ class SaveHandle:
         self.flush_problem: Callable[[], str] = str  # why the last flush failed; "" = it did not, or there was none
         self.before_pass: Callable[[], None] | None = None  # called once, before the gate opens
         self.queued: Queued | None = None
-        self._upload: weakref.ref[Upload] | None = None
+        self._upload: weakref.ref[UploadCompletion] | None = None
         self._upload_is_wanted = False  # somebody waits for `upload_completion`
         self._error: Exception | None = None  # that the save ended with
         self._given_up = False  # the tensors may change before they are copied: the shard must not be sealed
@@ -169,7 +169,7 @@ class SaveHandle:
         with self._changed:
             upload = self._upload() if self._upload is not None else None
             if upload is None or upload.done():  # it may have ended with a flush that failed and succeeded later
-                upload = Upload(self)
+                upload = UploadCompletion(self)
                 self._upload = weakref.ref(upload)
         self._settle_upload()
         return upload
@@ -270,7 +270,7 @@ class SaveHandle:
         return f"<SaveHandle step {self.step}: {self._level.name.lower()}, {outcome}{reason}>"
 
 
-class Upload(Future[None]):
+class UploadCompletion(Future[None]):
     """Done once the save is persisted, or without persist_dir, at the highest level that its launch reaches in memory.
 
     Carries a PersistError where it never will be. To wait for it, or to add a callback, asks for a flush: without that,
@@ -302,7 +302,7 @@ class Upload(Future[None]):
                 _awaited.discard(self)
 
 
-_awaited: set[Upload] = set()
+_awaited: set[UploadCompletion] = set()
 
 
 def _complete(future: Future[None], error: Exception | None) -> None:

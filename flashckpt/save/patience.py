@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from flashckpt.roll import NOTICE_SECONDS, VAIN_SAVES
+from flashckpt.ranks.roll import NOTICE_SECONDS, VAIN_SAVES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from flashckpt.roll import Roll
+    from flashckpt.ranks.roll import Roll
 
 log = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from flashckpt.state.sole import SoleTensor
 from flashckpt.types import Box, Layout, TensorEntry
 
 if TYPE_CHECKING:
+    from flashckpt.ranks.topology import Topology
     from flashckpt.state.flatten import Flat
-    from flashckpt.topology import Topology
 
 ALIGN_BYTES = 64
 
@@ -27,7 +27,7 @@ def aligned(offset_bytes: int) -> int:
     return -(-offset_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
-class Source(NamedTuple):
+class TensorSource(NamedTuple):
     """Where the bytes of one entry come from: a box of one local tensor."""
 
     tensor: int  # index into the flat tensors
@@ -43,7 +43,7 @@ class Source(NamedTuple):
 class SavePlan:
     """What one structure of the state always leads to."""
 
-    sources: tuple[Source, ...]
+    sources: tuple[TensorSource, ...]
     layout_bytes: bytes
     layout_fingerprint: bytes
     tensor_bytes: int  # end of the last tensor in the data area; the packed values follow
@@ -92,7 +92,7 @@ def _make_plan(flat: Flat, topology: Topology, dedup: bool, aliases: list[int]) 
         for i, region in pairs
     ]
     fqns = list(flat.tensors)
-    sources: list[Source] = []
+    sources: list[TensorSource] = []
     placed: dict[int, list[tuple[Box, int, int]]] = {}
     offset = assumed_bytes = 0
     for (i, region), mine in zip(pairs, share(regions, topology.rank), strict=True):
@@ -102,7 +102,7 @@ def _make_plan(flat: Flat, topology: Topology, dedup: bool, aliases: list[int]) 
         length = box.volume * ITEMSIZE[specs[i].dtype]
         offset = aligned(offset)
         sources.append(
-            Source(
+            TensorSource(
                 tensor=i,
                 part=region.part,
                 whole=mine.stop - mine.start == _rows(region) and len(specs[i].regions) == _parts(specs[i]),
@@ -179,7 +179,7 @@ def _refuse_what_cannot_be_whole(fqn: str, tensor: Any, own: bool, topology: Top
         )
 
 
-def _check_parts(flat: Flat, sources: list[Source]) -> None:
+def _check_parts(flat: Flat, sources: list[TensorSource]) -> None:
     # The fast path copies length_bytes from the local tensor's address: it has to be exactly that long.
     leaves = list(flat.tensors.items())
     for source in sources:

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from flashckpt.config import CheckpointConfig
-    from flashckpt.group import PrivateGroup
+    from flashckpt.ranks.group import PrivateGroup
+    from flashckpt.ranks.topology import Topology
     from flashckpt.save.write import ShardWriter
     from flashckpt.store.slots import SlotStore
-    from flashckpt.topology import Topology
     from flashckpt.types import Generation
 
 log = logging.getLogger(__name__)

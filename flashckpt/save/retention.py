@@ -6,17 +6,17 @@ import enum
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from flashckpt.line import launch_of, name_of
+from flashckpt.protocol.line import launch_of, name_of
 from flashckpt.types import age_order
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
-    from flashckpt.line import Line
+    from flashckpt.protocol.line import Line
     from flashckpt.types import Generation, Launch, ShardId
 
 
-class State(enum.Enum):
+class GenerationState(enum.Enum):
     COMPLETE = "complete"  # every rank's shard is sealed
     PENDING = "pending"  # this launch is still writing it
     DEAD = "dead"  # it can never become a candidate
@@ -25,8 +25,8 @@ class State(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    state: State
+class GenerationVerdict:
+    state: GenerationState
     reason: str
 
 
@@ -36,7 +36,7 @@ def judge(
     line: Line | None,
     voids: Collection[Generation] = (),
     roots: Mapping[Launch, Launch] | None = None,
-) -> dict[Generation, Verdict]:
+) -> dict[Generation, GenerationVerdict]:
     """The state of every generation, from the shards that lie sealed and the tags in their names.
 
     `launch` is the one that asks: what it has begun may still be completed, unless a rank said that it gave up
@@ -73,45 +73,49 @@ def _judge_one(
     line: Line | None,
     voids: Collection[Generation],
     root: Launch | None,
-) -> Verdict:
+) -> GenerationVerdict:
     if line is not None:
         abandoned, launch = line.why_killed(generation, root), launch_of(generation)
         if abandoned:
-            return Verdict(State.DEAD, abandoned)
+            return GenerationVerdict(GenerationState.DEAD, abandoned)
         if line.cut(launch, root) is None and launch.is_older_than(line.head):
-            return Verdict(State.OTHER, f"of another history, {name_of(launch)}, which the job's line does not know")
+            return GenerationVerdict(
+                GenerationState.OTHER, f"of another history, {name_of(launch)}, which the job's line does not know"
+            )
     worlds = {shard.world for shard in members}
     if len(worlds) > 1:
-        return Verdict(State.DEAD, f"its shards disagree on the world size: {sorted(worlds)}")
+        return GenerationVerdict(GenerationState.DEAD, f"its shards disagree on the world size: {sorted(worlds)}")
     present = {shard.rank for shard in members}
     missing = [rank for rank in range(worlds.pop()) if rank not in present]
     if missing:
         reason = f"no shard of ranks {some_ranks(missing)}"
         if latest is None or generation in voids:
-            return Verdict(State.DEAD, reason)
+            return GenerationVerdict(GenerationState.DEAD, reason)
         if any(latest.get(rank, (-1, 0)) > (generation.step, generation.seq) for rank in missing):
-            return Verdict(State.DEAD, f"{reason}, which went on to a later one")
-        return Verdict(State.PENDING, reason)
+            return GenerationVerdict(GenerationState.DEAD, f"{reason}, which went on to a later one")
+        return GenerationVerdict(GenerationState.PENDING, reason)
     if len(tags) > 1:
-        return Verdict(State.DISAGREES, "ranks disagree on which plain tensors they share")
-    return Verdict(State.COMPLETE, "all ranks sealed")
+        return GenerationVerdict(GenerationState.DISAGREES, "ranks disagree on which plain tensors they share")
+    return GenerationVerdict(GenerationState.COMPLETE, "all ranks sealed")
 
 
-def releasable(verdicts: Mapping[Generation, Verdict], keep: int = 1) -> set[Generation]:
+def releasable(verdicts: Mapping[Generation, GenerationVerdict], keep: int = 1) -> set[Generation]:
     """Generations whose shards may be recycled: dead ones, and those older than the newest complete one that are not
     among the `keep` newest complete ones.
 
     Invariant 1 for one node: the newest complete generation stays until a newer one is complete.
     """
-    complete = sorted((g for g, v in verdicts.items() if v.state is State.COMPLETE), key=age_order, reverse=True)
+    complete = sorted(
+        (g for g, v in verdicts.items() if v.state is GenerationState.COMPLETE), key=age_order, reverse=True
+    )
     stays = set(complete[: max(1, keep)])
     # A pending one goes too once a newer one is complete: nobody needs it any more.
     return {
         generation
         for generation, verdict in verdicts.items()
-        if verdict.state in (State.DEAD, State.DISAGREES)
+        if verdict.state in (GenerationState.DEAD, GenerationState.DISAGREES)
         or (
-            verdict.state is not State.OTHER
+            verdict.state is not GenerationState.OTHER
             and complete
             and generation not in stays
             and age_order(generation) < age_order(complete[0])

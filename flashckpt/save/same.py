@@ -27,11 +27,11 @@ from flashckpt.state.regions import local_parts, plain_local
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from flashckpt.group import PrivateGroup
+    from flashckpt.ranks.group import PrivateGroup
+    from flashckpt.ranks.topology import Topology
     from flashckpt.save.plan import SavePlan
     from flashckpt.state.flatten import Flat
     from flashckpt.store.slots import Sealed, SlotStore
-    from flashckpt.topology import Topology
     from flashckpt.types import Generation
 
 log = logging.getLogger(__name__)

@@ -12,10 +12,10 @@ from flashckpt.devices import Copier
 from flashckpt.errors import FencedError
 from flashckpt.failpoints import failpoint
 from flashckpt.format.shard import DEFAULT_CHUNK_BYTES, Geometry, encode_header, geometry, seal_bytes
-from flashckpt.line import begun
+from flashckpt.protocol.line import begun
 from flashckpt.save.handle import SaveTimings
-from flashckpt.save.retention import State, Verdict
-from flashckpt.save.slots import Slots, judge_store
+from flashckpt.save.own_slots import Slots, judge_store
+from flashckpt.save.retention import GenerationState, GenerationVerdict
 from flashckpt.save.snapshot import devices_of, snapshot
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from flashckpt.config import CheckpointConfig
-    from flashckpt.line import Line
+    from flashckpt.protocol.line import Line
     from flashckpt.save.deferred import Deferred
     from flashckpt.save.plan import SavePlan
     from flashckpt.state.flatten import Flat
@@ -37,7 +37,7 @@ _POLL_SECONDS = 0.002
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenShard:
     """A sealed shard and what it cost."""
 
     size_bytes: int  # of the shard's file; the agent may have released the shard since
@@ -84,7 +84,7 @@ class ShardWriter:
         values: bytes,
         deferred: Deferred | None = None,
         ready: Mapping[torch.device, torch.Event] | None = None,
-    ) -> Written:
+    ) -> WrittenShard:
         """Write and seal a shard. Raises NoSpaceError, BusyError, ChangedError, FencedError. Earlier shards stay.
 
         `deferred` proves that the copy is the state at save(); None: no proof is made, because the
@@ -138,7 +138,7 @@ class ShardWriter:
             if deferred is not None:
                 deferred.blame(error)
             raise
-        return Written(
+        return WrittenShard(
             slot.size_bytes, SaveTimings(0.0, claimed - began, copied - claimed, time.perf_counter() - copied)
         )
 
@@ -154,7 +154,7 @@ class ShardWriter:
             DEFAULT_CHUNK_BYTES,
         )
 
-    def verdicts(self) -> tuple[tuple[Sealed, ...], dict[Generation, Verdict]]:
+    def verdicts(self) -> tuple[tuple[Sealed, ...], dict[Generation, GenerationVerdict]]:
         return judge_store(self._store, self.launch)
 
     def wait_until_settled(self, ranks: Sequence[int]) -> None:
@@ -163,7 +163,7 @@ class ShardWriter:
         while time.monotonic() < deadline:
             scan, verdicts = self.verdicts()
             sealed = {(one.shard.generation, one.shard.rank) for one in scan}
-            pending = [g for g, verdict in verdicts.items() if verdict.state is State.PENDING]
+            pending = [g for g, verdict in verdicts.items() if verdict.state is GenerationState.PENDING]
             if not any((generation, rank) not in sealed for generation in pending for rank in ranks):
                 return
             time.sleep(_POLL_SECONDS)

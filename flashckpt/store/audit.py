@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flashckpt.errors import NotFoundError, UnsafeDirectoryError
-from flashckpt.store.directory import Directory, Place, Private, State, check_file
+from flashckpt.store.directory import Directory, Place, Private, SlotState, check_file
 from flashckpt.store.names import (
     AGENT_FILES_PREFIX,
     LOSSES_NAME,
@@ -69,14 +69,14 @@ class StoreStatus:
 
 def slot_bytes(directory: Directory) -> int:
     """The sum of all slot files, in whatever state, and of what was fetched."""
-    slots = sum(found.st_size for state in State for _, found in _files(directory, state))
+    slots = sum(found.st_size for state in SlotState for _, found in _files(directory, state))
     return slots + _fetched(directory).size_bytes
 
 
 def read_status(directory: Directory, room: Room, *, huge_page_bytes: int, granule_bytes: int) -> StoreStatus:
     counts = {}
     foreign_names = 0
-    for state in State:
+    for state in SlotState:
         files = list(_files(directory, state))
         foreign_names += sum(parse_name(state, name) is None for name, _ in files)
         counts[state] = Count(len(files), sum(found.st_size for _, found in files))
@@ -86,10 +86,10 @@ def read_status(directory: Directory, room: Room, *, huge_page_bytes: int, granu
     sizes = [found.st_size for place, name in small if (found := directory.stat(place, name)) is not None]
     return StoreStatus(
         path=str(directory.path),
-        pool=counts[State.POOL],
-        writing=counts[State.WRITING],
-        sealed=counts[State.SEALED],
-        quarantine=counts[State.QUARANTINE],
+        pool=counts[SlotState.POOL],
+        writing=counts[SlotState.WRITING],
+        sealed=counts[SlotState.SEALED],
+        quarantine=counts[SlotState.QUARANTINE],
         fetched=_fetched(directory),
         job_files=Count(len(sizes), sum(sizes)),
         records=sum(parse_record_name(name) is not None for _, name in small),
@@ -103,10 +103,10 @@ def read_status(directory: Directory, room: Room, *, huge_page_bytes: int, granu
 def find_problems(directory: Directory, *, held_by_us: set[str]) -> list[str]:
     """`held_by_us` are the names in writing/ that the asking store is filling."""
     problems = []
-    slots: dict[int, list[tuple[State, str]]] = defaultdict(list)
-    shards: dict[str, list[tuple[State, str]]] = defaultdict(list)
+    slots: dict[int, list[tuple[SlotState, str]]] = defaultdict(list)
+    shards: dict[str, list[tuple[SlotState, str]]] = defaultdict(list)
     current = Owner.current()
-    for state in State:
+    for state in SlotState:
         for name, found in _files(directory, state):
             where = f"{state}/{name}"
             try:
@@ -118,23 +118,23 @@ def find_problems(directory: Directory, *, held_by_us: set[str]) -> list[str]:
                 problems.append(f"{where}: not a name of flashckpt")
                 continue
             slots[parsed.slot_id].append((state, name))
-            if state is State.SEALED:
+            if state is SlotState.SEALED:
                 shards[name.partition(".t")[0]].append((state, name))
-            if state is State.WRITING and parsed.writer == current and name not in held_by_us:
+            if state is SlotState.WRITING and parsed.writer == current and name not in held_by_us:
                 problems.append(f"{where}: leaked, no slot of this store")
-            elif state is State.WRITING and parsed.writer != current and is_dead(parsed.writer):
+            elif state is SlotState.WRITING and parsed.writer != current and is_dead(parsed.writer):
                 problems.append(f"{where}: its writer is dead")
     problems += [f"slot {slot:016x} is in {at}" for slot, seen in slots.items() if (at := _twice(directory, seen))]
     problems += [f"two files of one shard: {at}" for seen in shards.values() if (at := _twice(directory, seen))]
     problems += _small_file_problems(directory)
-    for name in held_by_us - set(directory.names(State.WRITING)):
-        problems.append(f"{State.WRITING}/{name}: being written, but its file has gone")
+    for name in held_by_us - set(directory.names(SlotState.WRITING)):
+        problems.append(f"{SlotState.WRITING}/{name}: being written, but its file has gone")
     return problems
 
 
 def small_file_names(directory: Directory) -> Iterator[tuple[Place, str]]:
     """Everything beside the slots: in the job's directory itself and in its private folders."""
-    folders = {*State, *Private}
+    folders = {*SlotState, *Private}
     for name in directory.names(None):
         if name not in folders:
             yield None, name
@@ -203,18 +203,18 @@ def _fetched(directory: Directory) -> Count:
     return Count(len(found), sum(one.st_blocks * 512 for one in found))
 
 
-def parse_name(state: State, name: str) -> SlotName | SealedName | None:
-    return parse_slot_name(name) if state in (State.POOL, State.WRITING) else parse_sealed_name(name)
+def parse_name(state: SlotState, name: str) -> SlotName | SealedName | None:
+    return parse_slot_name(name) if state in (SlotState.POOL, SlotState.WRITING) else parse_sealed_name(name)
 
 
-def _twice(directory: Directory, seen: list[tuple[State, str]]) -> str:
+def _twice(directory: Directory, seen: list[tuple[SlotState, str]]) -> str:
     """The places, if there are several. Looked at again: another process may have renamed it from one to the next."""
     if len(seen) > 1:
         seen = [(state, name) for state, name in seen if directory.stat(state, name) is not None]
     return " and ".join(f"{state}/{name}" for state, name in seen) if len(seen) > 1 else ""
 
 
-def _files(directory: Directory, state: State) -> Iterator[tuple[str, os.stat_result]]:
+def _files(directory: Directory, state: SlotState) -> Iterator[tuple[str, os.stat_result]]:
     for name in directory.names(state):
         found = directory.stat(state, name)
         if found is not None:

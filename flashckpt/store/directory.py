@@ -41,7 +41,7 @@ _FILE_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
-class State(enum.StrEnum):
+class SlotState(enum.StrEnum):
     """Where a slot's file lies is what it is. Values are directory names."""
 
     POOL = "pool"  # free
@@ -58,7 +58,7 @@ class Private(enum.StrEnum):
     RESERVE = "reserve"  # small files made ahead
 
 
-Place: TypeAlias = State | Private | None  # None = the job's directory itself
+Place: TypeAlias = SlotState | Private | None  # None = the job's directory itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Directory:
 
     _closed = True  # until __init__ has ended
 
-    def __init__(self, base: _Held, job: _Held, states: dict[State, _Held], mount: Mount, job_name: str) -> None:
+    def __init__(self, base: _Held, job: _Held, states: dict[SlotState, _Held], mount: Mount, job_name: str) -> None:
         self.path = job.path
         self.job = job_name
         self.mount = mount
@@ -212,7 +212,7 @@ class Directory:
         self._check_open()
         if place is None:
             return self._job
-        return self._states[place] if isinstance(place, State) else self._hold_private(place, create=False)
+        return self._states[place] if isinstance(place, SlotState) else self._hold_private(place, create=False)
 
     def _path(self, place: Place, name: str) -> Path:
         return self._folder(place).path / name
@@ -266,7 +266,8 @@ def open_directory(path: str | os.PathLike[str], job: str, create: bool = True) 
         base = _Held(base_path, _open_one(parent, base_path, create, opened))
         job_held = _Held(job_path, _open_one(base.fd, job_path, create, opened))
         states = {
-            state: _Held(job_path / state, _open_one(job_held.fd, job_path / state, create, opened)) for state in State
+            state: _Held(job_path / state, _open_one(job_held.fd, job_path / state, create, opened))
+            for state in SlotState
         }
         mount = _memory_mount(job_held)
         if create and os.fstatvfs(job_held.fd).f_flag & os.ST_RDONLY:

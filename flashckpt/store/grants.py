@@ -12,7 +12,7 @@ import os
 from typing import TYPE_CHECKING
 
 from flashckpt.failpoints import failpoint
-from flashckpt.store.directory import Directory, State
+from flashckpt.store.directory import Directory, SlotState
 from flashckpt.store.names import slot_name
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Grants:
     def withdraw(self, slot_id: int, to: Owner) -> bool:
         """Into the pool, still under `to`'s name: nobody else gets it while `to` lives."""
         name = slot_name(slot_id, to)
-        return self._directory.move(State.WRITING, name, State.POOL, name)
+        return self._directory.move(SlotState.WRITING, name, SlotState.POOL, name)
 
     def _one_it_has_mapped(self, size_bytes: int, to: Owner) -> int | None:
         raced = True
@@ -53,7 +53,7 @@ class Grants:
             for one in free:
                 if one.size_bytes != size_bytes or one.has_holes:
                     continue
-                if self._directory.move(State.POOL, one.name, State.WRITING, one.name):
+                if self._directory.move(SlotState.POOL, one.name, SlotState.WRITING, one.name):
                     return one.slot_id
                 raced = True
         return None
@@ -68,7 +68,7 @@ class Grants:
             os.close(self._supply.fit_file(taken.slot_id, size_bytes, spare=to))
             ours = slot_name(taken.slot_id, self._owner)
             theirs = slot_name(taken.slot_id, to)
-            if ours != theirs and not self._directory.move(State.WRITING, ours, State.WRITING, theirs):
+            if ours != theirs and not self._directory.move(SlotState.WRITING, ours, SlotState.WRITING, theirs):
                 raise self._supply.vanished(taken.slot_id)
             self._supply.taken.discard(taken.slot_id)
         except BaseException as error:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from flashckpt.errors import ClosedError, ConfigError, NotFoundError
-from flashckpt.store.directory import Directory, State
+from flashckpt.store.directory import Directory, SlotState
 from flashckpt.store.names import sealed_name
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class Sealed:
     @property
     def size_bytes(self) -> int:
         """Of the file, asked when read. NotFoundError where it has gone."""
-        found = self._directory.stat(State.SEALED, self.name)
+        found = self._directory.stat(SlotState.SEALED, self.name)
         if found is None:
             raise shard_gone(self)
         return found.st_size

@@ -18,7 +18,7 @@ from flashckpt.store.room import raise_if_full
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from flashckpt.line import Line
+    from flashckpt.protocol.line import Line
     from flashckpt.store.directory import Directory
     from flashckpt.store.room import RoomReader
     from flashckpt.types import Generation, Launch, Loss, Record

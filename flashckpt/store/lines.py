@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 
 from flashckpt.errors import UnsafeDirectoryError
 from flashckpt.failpoints import failpoint
-from flashckpt.line import by_head, decode, encode, launch_of, newer, order
-from flashckpt.store.directory import State
+from flashckpt.protocol.line import by_head, decode, encode, launch_of, newer, order
+from flashckpt.store.directory import SlotState
 from flashckpt.store.names import (
     Draft,
     damaged_line_name,
@@ -34,7 +34,7 @@ from flashckpt.store.reserve import retire
 from flashckpt.store.small_files import frame, read_framed, write_aside
 
 if TYPE_CHECKING:
-    from flashckpt.line import Line
+    from flashckpt.protocol.line import Line
     from flashckpt.store.directory import Directory
     from flashckpt.store.owner import Owner
     from flashckpt.types import Launch
@@ -90,7 +90,7 @@ def write_line(directory: Directory, line: Line, writer: Owner) -> Line:
 
 def _remove_idle(directory: Directory, in_force: Line) -> None:
     """Remove the lines of launches that nothing is left of here, if the line in force knows of them."""
-    parsed = (parse_sealed_name(name) for name in directory.names(State.SEALED))
+    parsed = (parse_sealed_name(name) for name in directory.names(SlotState.SEALED))
     present = {launch_of(one.shard.generation) for one in parsed if one is not None}
     for name, head in _names(directory):
         if head in present or head == in_force.head:

@@ -33,7 +33,7 @@ from flashckpt.errors import ConfigError, ConflictError, FlashError
 from flashckpt.failpoints import failpoint
 from flashckpt.store import audit, fetched, voids
 from flashckpt.store.audit import StoreStatus
-from flashckpt.store.directory import Directory, Place, Private, State, open_directory
+from flashckpt.store.directory import Directory, Place, Private, SlotState, open_directory
 from flashckpt.store.fetched import FetchedFile
 from flashckpt.store.grants import Grants
 from flashckpt.store.handles import Reclaimed, Sealed, Slot, SlotFile, shard_gone
@@ -90,7 +90,7 @@ class SlotStore(JobFiles):
         self._grants = Grants(directory, self._owner, self._supply)
         self.granule_bytes = self._supply.granule_bytes
         self._writing: dict[int, Slot | SlotFile] = {}
-        self._foreign_names: set[tuple[State, str]] = set()
+        self._foreign_names: set[tuple[SlotState, str]] = set()
 
     @staticmethod
     def open(
@@ -248,14 +248,14 @@ class SlotStore(JobFiles):
         self._check_only(sealed)
         with self._leaving(slot):
             failpoint("before_rename_sealed")
-            if not self._directory.move(State.WRITING, writing_name, State.SEALED, sealed.name):
+            if not self._directory.move(SlotState.WRITING, writing_name, SlotState.SEALED, sealed.name):
                 raise self._supply.vanished(slot.slot_id)
             try:
                 # Again, since another process may have sealed the same shard in between. Whoever comes
                 # second sees the first, so that two never stay; if both see each other, both withdraw.
                 self._check_only(sealed)
             except ConflictError:
-                self._directory.move(State.SEALED, sealed.name, State.WRITING, writing_name)
+                self._directory.move(SlotState.SEALED, sealed.name, SlotState.WRITING, writing_name)
                 raise
         self._supply.taken.discard(slot.slot_id)
         failpoint("after_rename_sealed")
@@ -284,7 +284,7 @@ class SlotStore(JobFiles):
         # preamble, and if we die here it is found as any other slot of a dead writer.
         writing_name = slot_name(sealed.slot_id, self._owner)
         self._supply.taken.add(sealed.slot_id)
-        if not self._directory.move(State.SEALED, sealed.name, State.WRITING, writing_name):
+        if not self._directory.move(SlotState.SEALED, sealed.name, SlotState.WRITING, writing_name):
             self._supply.taken.discard(sealed.slot_id)
             return False
         try:
@@ -296,7 +296,7 @@ class SlotStore(JobFiles):
             # claim it. We only wrote through a descriptor that is closed again. With an error too: claim(),
             # grant() and attach() erase once more.
             pool_name = slot_name(sealed.slot_id, sealed.writer)
-            self._directory.move(State.WRITING, writing_name, State.POOL, pool_name)
+            self._directory.move(SlotState.WRITING, writing_name, SlotState.POOL, pool_name)
             self._supply.taken.discard(sealed.slot_id)
         failpoint("after_release")
         return True
@@ -305,18 +305,18 @@ class SlotStore(JobFiles):
         """Sets a bad shard aside, any process's. Only renames: its writer may have it mapped."""
         self._check_usable()
         failpoint("before_quarantine")
-        if not self._directory.move(State.SEALED, sealed.name, State.QUARANTINE, sealed.name):
+        if not self._directory.move(SlotState.SEALED, sealed.name, SlotState.QUARANTINE, sealed.name):
             return
         _log.warning("%s in %s quarantined: %s", sealed.shard, self.path, reason)
         failpoint("after_quarantine")
         kept = []
-        for name in self._directory.names(State.QUARANTINE):
-            found = self._directory.stat(State.QUARANTINE, name)
+        for name in self._directory.names(SlotState.QUARANTINE):
+            found = self._directory.stat(SlotState.QUARANTINE, name)
             if parse_sealed_name(name) is not None and found is not None:
                 # The rename set ctime.
                 kept.append((found.st_ctime_ns, name))
         for _, name in sorted(kept)[:-_QUARANTINED_FILES]:
-            self._directory.remove(State.QUARANTINE, name)
+            self._directory.remove(SlotState.QUARANTINE, name)
 
     def take_back(self) -> int:
         """Frees the slots that an exception left claimed, attached or in the middle of a rename. Returns how many.
@@ -337,17 +337,17 @@ class SlotStore(JobFiles):
         files = size_bytes = dropped_files = dropped_bytes = 0
         boot_id8 = read_boot_id8()
         dead: dict[Owner, bool] = {}
-        for name in self._directory.names(State.WRITING):
+        for name in self._directory.names(SlotState.WRITING):
             parsed = parse_slot_name(name)
             if parsed is None or not self._is_dead(parsed.writer, dead):
                 continue
-            found = self._directory.stat(State.WRITING, name)
-            if found is not None and self._directory.move(State.WRITING, name, State.POOL, name):
+            found = self._directory.stat(SlotState.WRITING, name)
+            if found is not None and self._directory.move(SlotState.WRITING, name, SlotState.POOL, name):
                 files += 1
                 size_bytes += found.st_size
             failpoint("mid_reclaim")
         for place, name, writer in self._droppable():
-            if writer.boot_id8 == boot_id8 and (isinstance(place, State) or not self._is_dead(writer, dead)):
+            if writer.boot_id8 == boot_id8 and (isinstance(place, SlotState) or not self._is_dead(writer, dead)):
                 continue
             found = self._directory.stat(place, name)
             if found is not None and self._directory.remove(place, name):
@@ -432,10 +432,10 @@ class SlotStore(JobFiles):
         """All shards, from their names alone. Whether the bytes are whole is the reader's to verify."""
         self._check_usable()
         found = []
-        for name in self._directory.names(State.SEALED):
+        for name in self._directory.names(SlotState.SEALED):
             parsed = parse_sealed_name(name)
             if parsed is None:
-                self._note_foreign(State.SEALED, name)
+                self._note_foreign(SlotState.SEALED, name)
                 continue
             found.append(Sealed(parsed.shard, parsed.tag, parsed.slot_id, parsed.writer, self._directory))
         return tuple(found)
@@ -448,7 +448,7 @@ class SlotStore(JobFiles):
         """A descriptor for reading, the caller's to close. The file may be recycled while it is read."""
         self._check_usable()
         try:
-            return self._directory.open_file(State.SEALED, sealed.name)
+            return self._directory.open_file(SlotState.SEALED, sealed.name)
         except FileNotFoundError as error:
             raise shard_gone(sealed) from error
 
@@ -572,7 +572,7 @@ class SlotStore(JobFiles):
         prefix = sealed_prefix(sealed.shard)
         others = [
             name
-            for name in self._directory.names(State.SEALED)
+            for name in self._directory.names(SlotState.SEALED)
             if name.startswith(prefix) and name != sealed.name and parse_sealed_name(name) is not None
         ]
         if others:
@@ -591,14 +591,14 @@ class SlotStore(JobFiles):
     def _droppable(self) -> list[tuple[Place, str, Owner]]:
         """What is not worth keeping beyond a reboot, and drafts of small files."""
         found: list[tuple[Place, str, Owner]] = []
-        for name in self._directory.names(State.POOL):
+        for name in self._directory.names(SlotState.POOL):
             slot = parse_slot_name(name)
             if slot is not None:
-                found.append((State.POOL, name, slot.writer))
-        for name in self._directory.names(State.QUARANTINE):
+                found.append((SlotState.POOL, name, slot.writer))
+        for name in self._directory.names(SlotState.QUARANTINE):
             sealed = parse_sealed_name(name)
             if sealed is not None:
-                found.append((State.QUARANTINE, name, sealed.writer))
+                found.append((SlotState.QUARANTINE, name, sealed.writer))
         for place, name in audit.small_file_names(self._directory):
             draft = parse_draft_name(name)
             if draft is not None:
@@ -607,7 +607,7 @@ class SlotStore(JobFiles):
                 found.append((place, name, fetcher))
         return found
 
-    def _note_foreign(self, state: State, name: str) -> None:
+    def _note_foreign(self, state: SlotState, name: str) -> None:
         if (state, name) not in self._foreign_names and len(self._foreign_names) < _MAX_REMEMBERED_NAMES:
             self._foreign_names.add((state, name))
             _log.warning("%s/%s: %r is not a name of flashckpt; ignored", self.path, state, name)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from flashckpt import native
 from flashckpt.errors import NoSpaceError, NotFoundError, UnsafeDirectoryError
 from flashckpt.failpoints import failpoint
-from flashckpt.store.directory import Directory, State
+from flashckpt.store.directory import Directory, SlotState
 from flashckpt.store.handles import write_pages
 from flashckpt.store.mapping import Mapping
 from flashckpt.store.names import parse_slot_name, slot_name
@@ -74,7 +74,7 @@ class Supply:
         *,
         huge_page_bytes: int,
         threads: int,
-        on_foreign_name: Callable[[State, str], None],
+        on_foreign_name: Callable[[SlotState, str], None],
     ) -> None:
         self.granule_bytes = max(_GRANULE_BYTES, huge_page_bytes)
         self._directory = directory
@@ -113,7 +113,7 @@ class Supply:
         taken = Taken(secrets.randbits(64), None)
         self.taken.add(taken.slot_id)
         try:
-            os.close(self._directory.create_file(State.WRITING, self._name(taken.slot_id)))
+            os.close(self._directory.create_file(SlotState.WRITING, self._name(taken.slot_id)))
         except OSError as error:
             self.taken.discard(taken.slot_id)
             self.raise_if_full(error, size_bytes)
@@ -138,7 +138,7 @@ class Supply:
 
     def is_made(self, slot_id: int, size_bytes: int) -> bool:
         """Whether a taken slot has that size already, with memory behind all of it."""
-        found = self._directory.stat(State.WRITING, self._name(slot_id))
+        found = self._directory.stat(SlotState.WRITING, self._name(slot_id))
         return found is not None and found.st_size == size_bytes and not self.has_holes(found)
 
     def fit_file(self, slot_id: int, size_bytes: int, *, spare: Owner | None = None) -> int:
@@ -157,10 +157,11 @@ class Supply:
     def attach(self, slot_id: int, size_bytes: int) -> Mapping:
         """Maps a slot that was granted to this process, and empties its preamble. Its size is never changed."""
         try:
-            fd = self._directory.open_file(State.WRITING, self._name(slot_id), write=True)
+            fd = self._directory.open_file(SlotState.WRITING, self._name(slot_id), write=True)
         except FileNotFoundError as error:
             raise NotFoundError(
-                f"{self._directory.path / State.WRITING}: expected slot {slot_id:016x} as it was granted, found none",
+                f"{self._directory.path / SlotState.WRITING}: expected slot {slot_id:016x} "
+                f"as it was granted, found none",
                 hint="the agent was restarted or took it back: ask it for another one",
                 path=str(self._directory.path),
                 slot_id=slot_id,
@@ -169,7 +170,7 @@ class Supply:
             found = os.fstat(fd)
             if found.st_size != size_bytes or self.has_holes(found):
                 raise UnsafeDirectoryError(
-                    f"{self._directory.path / State.WRITING}: expected slot {slot_id:016x} as it was granted, "
+                    f"{self._directory.path / SlotState.WRITING}: expected slot {slot_id:016x} as it was granted, "
                     f"{format_bytes(size_bytes)} with memory behind all of it, "
                     f"found {found.st_size} bytes in {found.st_blocks} blocks",
                     hint="somebody else changes the memory directory: only flashckpt may",
@@ -199,7 +200,7 @@ class Supply:
                         on_mapped(view)
                 continue
             try:
-                fd = self._directory.open_file(State.POOL, one.name, write=True)
+                fd = self._directory.open_file(SlotState.POOL, one.name, write=True)
             except FileNotFoundError:
                 continue  # granted or given up meanwhile
             try:
@@ -240,13 +241,13 @@ class Supply:
         name = self._name(taken.slot_id)
         if taken.last_writer is None:
             self.drop_mapping(taken.slot_id)
-            self._directory.remove(State.WRITING, name)
+            self._directory.remove(SlotState.WRITING, name)
             self.taken.discard(taken.slot_id)
             return
         # What we have not mapped we can't write any more: others may go on claiming it as the dead writer's.
         ours = taken.slot_id in self._mappings
         writer = self._owner if ours else taken.last_writer
-        if not self._directory.move(State.WRITING, name, State.POOL, slot_name(taken.slot_id, writer)):
+        if not self._directory.move(SlotState.WRITING, name, SlotState.POOL, slot_name(taken.slot_id, writer)):
             self.drop_mapping(taken.slot_id)
         self.taken.discard(taken.slot_id)
 
@@ -255,13 +256,13 @@ class Supply:
         freed = 0
         for slot_id in list(self.taken):
             name = self._name(slot_id)
-            freed += self._directory.move(State.WRITING, name, State.POOL, name)
+            freed += self._directory.move(SlotState.WRITING, name, SlotState.POOL, name)
             self.taken.discard(slot_id)
         return freed
 
     def erase_preamble(self, slot_id: int) -> None:
         """Makes a taken slot's file no shard any more."""
-        fd = self._directory.open_file(State.WRITING, self._name(slot_id), write=True)
+        fd = self._directory.open_file(SlotState.WRITING, self._name(slot_id), write=True)
         try:
             self._erase(fd)
         finally:
@@ -271,7 +272,7 @@ class Supply:
         """Unlinks free slots: our own, or those that exited processes left. Returns how many."""
         candidates, _ = self._claimable()
         chosen = [candidate for candidate in candidates if (candidate.writer == self._owner) == own]
-        removed = sum(self._directory.remove(State.POOL, candidate.name) for candidate in chosen)
+        removed = sum(self._directory.remove(SlotState.POOL, candidate.name) for candidate in chosen)
         self._windows.forget_unlinked()
         return removed
 
@@ -299,7 +300,7 @@ class Supply:
 
     def vanished(self, slot_id: int) -> UnsafeDirectoryError:
         return UnsafeDirectoryError(
-            f"{self._directory.path / State.WRITING}: expected our slot {slot_id:016x}, "
+            f"{self._directory.path / SlotState.WRITING}: expected our slot {slot_id:016x}, "
             "found that it was removed or renamed",
             hint="somebody else changes the memory directory: only flashckpt may",
             path=str(self._directory.path),
@@ -314,14 +315,14 @@ class Supply:
         """Those in the pool whose last writer is wanted; and whether one went meanwhile."""
         raced = False
         found = []
-        for name in self._directory.names(State.POOL):
+        for name in self._directory.names(SlotState.POOL):
             parsed = parse_slot_name(name)
             if parsed is None:
-                self._on_foreign_name(State.POOL, name)
+                self._on_foreign_name(SlotState.POOL, name)
                 continue
             if not wanted(parsed.writer):
                 continue
-            status = self._directory.stat(State.POOL, name)
+            status = self._directory.stat(SlotState.POOL, name)
             if status is None:
                 raced = True
             else:
@@ -335,7 +336,7 @@ class Supply:
         """
         free, _ = self.free_slots(writer.__eq__)
         free.sort(key=lambda one: -one.size_bytes)
-        removed = any(self._directory.remove(State.POOL, one.name) for one in free)
+        removed = any(self._directory.remove(SlotState.POOL, one.name) for one in free)
         self._windows.forget_unlinked()
         return removed
 
@@ -367,7 +368,7 @@ class Supply:
 
     def _open_taken(self, slot_id: int) -> int:
         try:
-            return self._directory.open_file(State.WRITING, self._name(slot_id), write=True)
+            return self._directory.open_file(SlotState.WRITING, self._name(slot_id), write=True)
         except FileNotFoundError as error:
             raise self.vanished(slot_id) from error
 
@@ -410,7 +411,7 @@ class Supply:
     def _take_from_pool(self, candidate: Free, *, keep_mapping: bool) -> _Outcome:
         writing_name = self._name(candidate.slot_id)
         self.taken.add(candidate.slot_id)
-        if not self._directory.move(State.POOL, candidate.name, State.WRITING, writing_name):
+        if not self._directory.move(SlotState.POOL, candidate.name, SlotState.WRITING, writing_name):
             self.taken.discard(candidate.slot_id)
             return _Outcome.GONE
         mapping = self._mappings.get(candidate.slot_id)
@@ -420,7 +421,7 @@ class Supply:
             del self._mappings[candidate.slot_id]
             return _Outcome.TAKEN
         # Somebody still holds a buffer over it. Cut short, that buffer would be a SIGBUS.
-        self._directory.move(State.WRITING, writing_name, State.POOL, candidate.name)
+        self._directory.move(SlotState.WRITING, writing_name, SlotState.POOL, candidate.name)
         self.taken.discard(candidate.slot_id)
         return _Outcome.IN_USE
 
@@ -428,7 +429,7 @@ class Supply:
         if found.st_size > size_bytes:
             os.ftruncate(fd, size_bytes)
         start = 0 if self.has_holes(found) else min(found.st_size, size_bytes)
-        path = str(self._directory.path / State.WRITING / self._name(slot_id))
+        path = str(self._directory.path / SlotState.WRITING / self._name(slot_id))
         while start < size_bytes:
             try:
                 allocate(fd, start, size_bytes - start, self._room, granule_bytes=self.granule_bytes, path=path)
@@ -447,7 +448,7 @@ class Supply:
         candidates, _ = self._claimable()
         for candidate in sorted(candidates, key=preference):
             if candidate.size_bytes and self._take_from_pool(candidate, keep_mapping=False) is _Outcome.TAKEN:
-                self._directory.remove(State.WRITING, self._name(candidate.slot_id))
+                self._directory.remove(SlotState.WRITING, self._name(candidate.slot_id))
                 self.taken.discard(candidate.slot_id)
                 self._windows.forget_unlinked()
                 return True

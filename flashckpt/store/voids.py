@@ -11,7 +11,7 @@ import os
 from typing import TYPE_CHECKING
 
 from flashckpt.errors import FlashError
-from flashckpt.store.directory import Directory, State
+from flashckpt.store.directory import Directory, SlotState
 from flashckpt.store.names import parse_sealed_name, parse_void_name, void_name
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def _drop(directory: Directory, condition: Callable[[Generation, Owner], bool]) 
     marks = [(name, found) for name in directory.names(None) if (found := parse_void_name(name)) is not None]
     if not marks:
         return 0
-    sealed = (parse_sealed_name(name) for name in directory.names(State.SEALED))
+    sealed = (parse_sealed_name(name) for name in directory.names(SlotState.SEALED))
     present = {found.shard.generation for found in sealed if found is not None}
     return sum(
         directory.remove(None, name)

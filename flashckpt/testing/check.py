@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 from flashckpt import native
 from flashckpt.errors import FlashError, NotFoundError
 from flashckpt.format.shard import read_header
-from flashckpt.line import newer
+from flashckpt.protocol.line import newer
 from flashckpt.store.names import job_directory_name
 from flashckpt.store.slots import SlotStore
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from flashckpt.line import Line
+    from flashckpt.protocol.line import Line
     from flashckpt.store.slots import Sealed
     from flashckpt.types import Record, ShardId
 

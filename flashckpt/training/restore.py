@@ -53,7 +53,7 @@ def unwrap_extra(extra: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class LoadWish:
     """What the caller of `load` asked for."""
 
     parts: tuple[str, ...]  # of the manager, without those excluded
@@ -63,7 +63,7 @@ class Wish:
     on_mismatch: OnMismatch
 
 
-def choose_parts(wish: Wish, saved: Collection[str], step: int) -> tuple[tuple[str, ...], str]:
+def choose_parts(wish: LoadWish, saved: Collection[str], step: int) -> tuple[tuple[str, ...], str]:
     """The parts to load, and why not all. Raises MissingKeyError for one that must not be missing."""
     absent = [part for part in wish.parts if part not in saved]
     needed = [part for part in absent if part not in (RNG, DATALOADER)]
@@ -86,7 +86,7 @@ def _some(names: Collection[str]) -> str:
 
 
 def screen(
-    found: Found, wish: Wish, model: ModelState | None, optimizer: OptimizerState | None
+    found: Found, wish: LoadWish, model: ModelState | None, optimizer: OptimizerState | None
 ) -> Callable[[str], bool]:
     """Checks what is to be loaded and returns the keys. Passes it to the optimizer, which prepares tensors for it."""
     _, ours = unwrap_extra(found.extra)

@@ -9,7 +9,7 @@ from flashckpt.save.values import pack, unpack
 from flashckpt.state.flatten import Flat, OneValue
 
 if TYPE_CHECKING:
-    from flashckpt.group import PrivateGroup
+    from flashckpt.ranks.group import PrivateGroup
     from flashckpt.training.assemble import Opaque
 
 log = logging.getLogger(__name__)

@@ -17,10 +17,10 @@ from pathlib import Path
 
 from flashckpt.agent.start import look
 from flashckpt.errors import FlashError
-from flashckpt.line import launch_of, name_of
 from flashckpt.persist.catalog import read_lines
 from flashckpt.persist.storage import open_storage
 from flashckpt.persist.tenancy import look_around
+from flashckpt.protocol.line import launch_of, name_of
 from flashckpt.store.slots import SlotStore
 from flashckpt.testing import Cluster, processes
 from flashckpt.types import Generation

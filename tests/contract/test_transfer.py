@@ -15,19 +15,19 @@ import pytest
 
 from flashckpt.errors import CorruptShardError, NoSpaceError, PeerError
 from flashckpt.format.shard import DEFAULT_CHUNK_BYTES
-from flashckpt.lanes.layout import MAGIC
-from flashckpt.lanes.policy import LanePolicy
-from flashckpt.rpc.api import PutEnd
-from flashckpt.rpc.peer_client import PeerClient
-from flashckpt.rpc.peer_server import PeerServer
+from flashckpt.move.filling import Filling
+from flashckpt.move.incoming import Incoming
+from flashckpt.move.outgoing import Outgoing
+from flashckpt.move.seam import PutEnd
+from flashckpt.move.transports.grpc.client import PeerClient
+from flashckpt.move.transports.grpc.server import PeerServer
+from flashckpt.move.transports.tcp.layout import MAGIC
+from flashckpt.move.transports.tcp.policy import LanePolicy
+from flashckpt.protocol.wire import GetInfo, GetOpen, GetRefused
 from flashckpt.rpc.settings import PeerLimits
 from flashckpt.store.slots import SlotStore
 from flashckpt.store.windows import open_window
-from flashckpt.transport.filling import Filling
-from flashckpt.transport.incoming import Incoming
-from flashckpt.transport.outgoing import Outgoing
 from flashckpt.types import ChunkRange
-from flashckpt.wire import GetInfo, GetOpen, GetRefused
 from tests.integration.rpc_world import FENCE, JOB, LAUNCH, WAIT, Credentials, MemoryPeer
 from tests.integration.test_rpc_replica import SHARD, Receiver, content, opening_of, write_shard
 
@@ -109,7 +109,7 @@ class World:
     @property
     def lanes(self):
         """Connections of lanes that were let in so far, of transfers that still run."""
-        return self.server._lanes._door
+        return self.server._lanes._listener
 
     def close(self):
         for client in self.clients:
@@ -409,8 +409,8 @@ def test_lanes_or_nothing(memory_dir, job, sender, receiver, reason):
 def test_a_port_that_nobody_gets_through_to_is_gone_around(memory_dir, job, caplog):
     """As behind a firewall that knows the port of the calls only."""
     world = World(memory_dir, job, LanePolicy("auto"))
-    door = world.server._lanes._door
-    door.close()  # what is offered is the port of nobody
+    listener = world.server._lanes._listener
+    listener.close()  # what is offered is the port of nobody
     fd = world.a.open_shard(write_shard(world.a, CHUNKS))
     try:
         outgoing = Outgoing(fd, SHARD, JOB, lambda: open_window(fd))
@@ -434,32 +434,32 @@ def test_a_port_that_nobody_gets_through_to_is_gone_around(memory_dir, job, capl
 
 @pytest.mark.parametrize("policy", ["tcp"], indirect=True)
 def test_nobody_comes_in_without_a_ticket_and_none_is_good_twice(world, outgoing, monkeypatch):
-    door = world.lanes
+    listener = world.lanes
     shown = []
-    redeem = type(door)._redeem
+    redeem = type(listener)._redeem
 
-    def spy(door, lane):
-        guests = redeem(door, lane)
-        shown.extend(guests.tickets)
-        return guests
+    def spy(listener, lane):
+        expected = redeem(listener, lane)
+        shown.extend(expected.tickets)
+        return expected
 
-    monkeypatch.setattr(type(door), "_redeem", spy)
+    monkeypatch.setattr(type(listener), "_redeem", spy)
     world.client().put(opening_of(outgoing), outgoing)
     assert len(set(shown)) == 2
     for knock in (b"", b"x" * 48, MAGIC + bytes(32), *(MAGIC + ticket for ticket in set(shown)), b"y" * 32 + shown[0]):
-        with socket.create_connection(("127.0.0.1", door.port), WAIT) as stranger:
+        with socket.create_connection(("127.0.0.1", listener.port), WAIT) as stranger:
             stranger.sendall(knock)
             if len(knock) < 48:
                 stranger.shutdown(socket.SHUT_WR)
             stranger.settimeout(WAIT)
             with contextlib.suppress(ConnectionResetError):
                 assert stranger.recv(1) == b""
-    assert not door._tickets, "tickets go with their call"
+    assert not listener._tickets, "tickets go with their call"
 
 
 @pytest.mark.parametrize("policy", ["tcp"], indirect=True)
 def test_strangers_that_say_nothing_are_few_and_shown_out(world, outgoing, monkeypatch):
-    monkeypatch.setattr("flashckpt.lanes.door._KNOCK_SECONDS", 1.0)
+    monkeypatch.setattr("flashckpt.move.transports.tcp.listener._KNOCK_SECONDS", 1.0)
     strangers = [socket.create_connection(("127.0.0.1", world.lanes.port), WAIT) for _ in range(100)]
     try:
         deadline = time.monotonic() + WAIT
@@ -489,7 +489,7 @@ def is_open(connection):
 @pytest.mark.parametrize("policy", ["tcp", "tls"], indirect=True)
 def test_strangers_that_drip_keep_nobody_out_and_are_shown_out(world, outgoing, monkeypatch):
     """From the member's own address and from others: a byte now and then does not prolong the time to show a ticket."""
-    monkeypatch.setattr("flashckpt.lanes.door._KNOCK_SECONDS", 2.0)
+    monkeypatch.setattr("flashckpt.move.transports.tcp.listener._KNOCK_SECONDS", 2.0)
     sources = [f"127.0.0.{1 + index % 6}" for index in range(90)]
     strangers = [connect_from(source, world.lanes.port) for source in sources]
     began = time.monotonic()
@@ -531,15 +531,15 @@ def test_a_flood_of_strangers_costs_a_member_no_lane(world, outgoing):
 @pytest.mark.parametrize("policy", ["tls"], indirect=True)
 def test_a_ticket_of_one_node_is_no_good_to_another(world, outgoing, job, monkeypatch):
     """Stolen tickets need the certificate of the node that they were given to."""
-    from flashckpt.lanes.fleet import Fleet
-    from flashckpt.lanes.tls import client_context
+    from flashckpt.move.transports.tcp.connections import Connections
+    from flashckpt.move.transports.tcp.ends import client_context
 
-    open_fleet = Fleet.open
+    open_fleet = Connections.open
 
     def with_other_certificate(host, offer, **options):
         return open_fleet(host, offer, **{**options, "tls": client_context(job.bundle("c"))})
 
-    monkeypatch.setattr(Fleet, "open", with_other_certificate)
+    monkeypatch.setattr(Connections, "open", with_other_certificate)
     with pytest.raises(PeerError, match="no lane"):
         world.client().put(opening_of(outgoing), outgoing)
     assert list(world.b.scan()) == []

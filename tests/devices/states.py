@@ -13,12 +13,12 @@ import torch
 from flashckpt import CheckpointConfig, Checkpointer, UnusableError
 from flashckpt.devices import Copier, add_registrar, as_bits, upload
 from flashckpt.load import read
+from flashckpt.ranks.topology import Node, Topology
 from flashckpt.save.deferred import Deferrals
 from flashckpt.save.handle import SaveHandle
 from flashckpt.save.plan import Planner
 from flashckpt.save.snapshot import snapshot, when_ready
 from flashckpt.state.flatten import flatten
-from flashckpt.topology import Node, Topology
 from flashckpt.types import Level
 from tests import simdev
 from tests.devices.sim import (

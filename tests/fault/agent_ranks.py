@@ -31,10 +31,8 @@ from flashckpt.agent import process  # noqa: E402
 from flashckpt.agent import shell as _warm_shell  # noqa: E402, F401
 from flashckpt.agent.link import AgentLink  # noqa: E402
 from flashckpt.agent.process import SOCKET_NAME  # noqa: E402
-from flashckpt.agent.session import decode_session  # noqa: E402
 from flashckpt.agent.start import ensure_agent  # noqa: E402
 from flashckpt.config import CheckpointConfig  # noqa: E402
-from flashckpt.credentials import Bundle  # noqa: E402
 from flashckpt.errors import BusyError, DeadlineError, FencedError, FlashError  # noqa: E402
 from flashckpt.failpoints import failpoint  # noqa: E402
 from flashckpt.format.layout import encode_layout, fingerprint  # noqa: E402
@@ -45,8 +43,10 @@ from flashckpt.format.shard import (  # noqa: E402
     read_header,
     seal_bytes,
 )
-from flashckpt.line import begun, from_fence, name_of  # noqa: E402
-from flashckpt.load.agent_memory import AgentMemory  # noqa: E402
+from flashckpt.load.fetch_by_agent import AgentMemory  # noqa: E402
+from flashckpt.protocol.line import begun, from_fence, name_of  # noqa: E402
+from flashckpt.protocol.session import decode_session  # noqa: E402
+from flashckpt.rpc.credentials import Bundle  # noqa: E402
 from flashckpt.save.agent_slots import AgentSlots  # noqa: E402
 from flashckpt.save.handle import SaveHandle  # noqa: E402
 from flashckpt.store.slots import SlotStore  # noqa: E402

@@ -27,14 +27,14 @@ import time
 from pathlib import Path
 
 from flashckpt.agent.process import Options
-from flashckpt.agent.session import encode_session
 from flashckpt.agent.start import look
-from flashckpt.credentials import Authority, make_request
 from flashckpt.errors import FlashError, NotFoundError
 from flashckpt.format.shard import read_envelope
-from flashckpt.launch import next_launch
-from flashckpt.line import newer
-from flashckpt.placement import place
+from flashckpt.protocol.line import newer
+from flashckpt.protocol.placement import place
+from flashckpt.protocol.session import encode_session
+from flashckpt.rpc.credentials import Authority, make_request
+from flashckpt.start.launch import next_launch
 from flashckpt.store.slots import SlotStore
 from flashckpt.testing import Cluster, processes
 from flashckpt.testing.check import find_problems, newest_in_force

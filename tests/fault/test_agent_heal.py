@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from flashckpt.placement import place
+from flashckpt.protocol.placement import place
 from flashckpt.store.slots import SlotStore
 from flashckpt.testing.check import find_problems
 from tests.fault.agents import JOB, MIB, World, wait_until

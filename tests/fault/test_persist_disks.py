@@ -15,8 +15,8 @@ import torch.distributed.checkpoint as dcp
 
 import flashckpt
 from flashckpt.persist.catalog import list_steps
-from flashckpt.persist.spec import FlushSpec
 from flashckpt.persist.storage import open_storage
+from flashckpt.protocol.flush_spec import FlushSpec
 from flashckpt.types import PersistSettings
 from tests.conftest import environment
 from tests.fault import disks

@@ -15,8 +15,8 @@ import flashckpt
 from flashckpt import failpoints, persist
 from flashckpt.persist.catalog import damaged, list_steps
 from flashckpt.persist.flush import flush
-from flashckpt.persist.spec import FlushSpec
 from flashckpt.persist.storage import open_storage
+from flashckpt.protocol.flush_spec import FlushSpec
 from flashckpt.types import PersistSettings
 
 POINTS = ["before_flush", "mid_flush", "before_persist_rename", "after_persist_rename", "before_latest", "mid_delete"]

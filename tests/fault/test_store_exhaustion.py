@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from flashckpt.errors import NoSpaceError, UnsafeDirectoryError
-from flashckpt.line import from_fence
+from flashckpt.protocol.line import from_fence
 from flashckpt.store.slots import SlotStore
 from flashckpt.types import Generation, ShardId
 

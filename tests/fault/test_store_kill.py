@@ -24,7 +24,7 @@ SIZE = 20 << 20  # two steps of allocation
 LIFE = """
 import sys
 from flashckpt.store.slots import SlotStore
-from flashckpt.line import from_fence
+from flashckpt.protocol.line import from_fence
 from flashckpt.types import Generation, ShardId
 
 SIZE = 20 << 20

@@ -7,12 +7,12 @@ import hashlib
 import threading
 from dataclasses import dataclass, field
 
-from flashckpt.credentials import Authority, Bundle, make_request
 from flashckpt.errors import CorruptShardError
-from flashckpt.line import from_fence
+from flashckpt.protocol.line import from_fence
+from flashckpt.protocol.wire import Answer, Beat, Envelope, PutHave, PutOpen, PutReady
 from flashckpt.rpc.api import VERSION, Hello
+from flashckpt.rpc.credentials import Authority, Bundle, make_request
 from flashckpt.types import Generation, Launch, ShardId
-from flashckpt.wire import Answer, Beat, Envelope, PutHave, PutOpen, PutReady
 
 JOB = "run1"
 LAUNCH = Launch(1_700_000_000_000, 0xABCDEF)

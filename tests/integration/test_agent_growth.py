@@ -12,10 +12,10 @@ import pytest
 from flashckpt import native
 from flashckpt.agent.process import Options
 from flashckpt.agent.shell import Shell
-from flashckpt.credentials import Authority, Bundle, make_request
 from flashckpt.format.layout import encode_layout, fingerprint
 from flashckpt.format.shard import DEFAULT_CHUNK_BYTES, encode_header, geometry, seal_bytes
 from flashckpt.rpc.api import VERSION
+from flashckpt.rpc.credentials import Authority, Bundle, make_request
 from flashckpt.store.owner import Owner
 from flashckpt.store.slots import SlotStore
 from flashckpt.types import Generation, Launch, Layout, Level, Member, Session, ShardId

@@ -21,10 +21,10 @@ from flashckpt import AgentError, CheckpointConfig, ConfigError, IncompatibleErr
 from flashckpt.agent import process
 from flashckpt.agent.lock import LOCK_NAME, AgentLock
 from flashckpt.agent.process import LOG_NAME, Options, parse
-from flashckpt.agent.start import Found, ensure_agent, environment_of_agent, look, options_of, stop_agent
+from flashckpt.agent.start import FoundAgent, ensure_agent, environment_of_agent, look, options_of, stop_agent
 from flashckpt.cli.entry import group
 from flashckpt.config import resolve
-from flashckpt.lanes.policy import usual_count
+from flashckpt.move.transports.tcp.policy import usual_count
 from flashckpt.rpc.agent_client import AgentClient
 from flashckpt.rpc.settings import VERSION
 from flashckpt.store.directory import open_directory
@@ -369,7 +369,7 @@ def foreground(memory_dir, **changes):
 def test_it_is_started_found_and_stopped(agents):
     found = ensure_agent(options(agents))
     assert found.started
-    assert ensure_agent(options(agents)) == Found(found.pid, False, found.log_path)
+    assert ensure_agent(options(agents)) == FoundAgent(found.pid, False, found.log_path)
     seen = look(agents, JOB)
     assert (seen.holder.pid, seen.problem) == (found.pid, "")
     assert (seen.status["job"], seen.status["node"], seen.status["pid"]) == (JOB, "node-a", found.pid)

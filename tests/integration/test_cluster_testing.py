@@ -22,7 +22,7 @@ from flashckpt import native
 from flashckpt.errors import ConfigError, DeadlineError, NotFoundError, PeerError
 from flashckpt.format.layout import encode_layout, fingerprint
 from flashckpt.format.shard import encode_header, geometry, seal_bytes
-from flashckpt.line import from_fence
+from flashckpt.protocol.line import from_fence
 from flashckpt.store.mounts import read_mounts
 from flashckpt.store.slots import SlotStore
 from flashckpt.testing import Cluster, Proxy

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from flashckpt.credentials import Authority, make_request
+from flashckpt.rpc.credentials import Authority, make_request
 from flashckpt.store.slots import SlotStore
 from flashckpt.testing import Cluster
 

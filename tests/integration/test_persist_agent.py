@@ -18,7 +18,7 @@ import flashckpt
 from flashckpt.agent import flusher as flusher_module
 from flashckpt.agent.process import Options
 from flashckpt.agent.start import ensure_agent, look, stop_agent
-from flashckpt.persist.spec import FlushSpec
+from flashckpt.protocol.flush_spec import FlushSpec
 from flashckpt.types import PersistSettings
 from tests.conftest import environment
 from tests.flushes import JOB, WAIT, checkpointers, persist_status, plain_load, state, wait_until

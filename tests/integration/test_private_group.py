@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from flashckpt.errors import ConflictError
-from flashckpt.group import _AT_ONCE_BYTES, PrivateGroup
+from flashckpt.ranks.group import _AT_ONCE_BYTES, PrivateGroup
 
 WORLD = 3
 PURPOSE = "x"

@@ -16,22 +16,22 @@ import grpc
 import pytest
 
 from flashckpt import errors
-from flashckpt.credentials import Bundle
 from flashckpt.errors import AgentError, BusyError, ConfigError, DeniedError, FlashError, IncompatibleError
-from flashckpt.line import from_fence
+from flashckpt.protocol.line import from_fence
 from flashckpt.rpc.agent_client import AgentClient
 from flashckpt.rpc.agent_server import AgentServer
 from flashckpt.rpc.api import (
     VERSION,
+    GenerationProgress,
     Lease,
-    Progress,
     Retrieved,
     RetrieveFailed,
     RetrieveProgress,
     ShardProblem,
     TrainerState,
 )
-from flashckpt.rpc.roles import ROLES, Role
+from flashckpt.rpc.credentials import Bundle
+from flashckpt.rpc.guard import ROLES, Role
 from flashckpt.rpc.settings import Keepalive
 from flashckpt.store.owner import Owner
 from flashckpt.testing.processes import wait_stopped
@@ -358,7 +358,7 @@ def test_a_bug_in_the_agent_is_an_internal_error(client, api, caplog):
 
 
 def test_news_arrive_in_order_until_the_agent_drains(client, api):
-    sent = [Progress(GENERATION, Level.SEALED), Progress(GENERATION, Level.NONE, "rank 2 gave up")]
+    sent = [GenerationProgress(GENERATION, Level.SEALED), GenerationProgress(GENERATION, Level.NONE, "rank 2 gave up")]
     for item in [*sent, "end"]:
         api.news.put(item)
     assert list(client.watch(TICKET)) == sent
@@ -367,7 +367,7 @@ def test_news_arrive_in_order_until_the_agent_drains(client, api):
 
 def test_a_watcher_that_leaves_is_noticed(client, api):
     news = client.watch(TICKET)
-    api.news.put(Progress(GENERATION, Level.SEALED))
+    api.news.put(GenerationProgress(GENERATION, Level.SEALED))
     next(news)
     news.close()
     assert api.watch_ended.wait(WAIT)

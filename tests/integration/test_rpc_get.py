@@ -8,16 +8,16 @@ import grpc
 import pytest
 
 from flashckpt.errors import CorruptShardError, IncompatibleError, NoSpaceError, PeerError
-from flashckpt.lanes.policy import LanePolicy
-from flashckpt.rpc.frames import decode_chunks, encode_chunks
-from flashckpt.rpc.lane_ends import LaneClient
-from flashckpt.rpc.peer_client import PeerClient
-from flashckpt.rpc.peer_server import PeerServer
+from flashckpt.move.transports.grpc.client import PeerClient
+from flashckpt.move.transports.grpc.frames import decode_chunks, encode_chunks
+from flashckpt.move.transports.grpc.server import PeerServer
+from flashckpt.move.transports.grpc.take import Take
+from flashckpt.move.transports.tcp.ends import LaneClient
+from flashckpt.move.transports.tcp.policy import LanePolicy
+from flashckpt.protocol.wire import GetInfo, GetOpen, GetRefused
 from flashckpt.rpc.settings import PeerLimits
-from flashckpt.rpc.take import Take
 from flashckpt.types import ChunkRange, ShardId
 from flashckpt.v1 import peer_pb2
-from flashckpt.wire import GetInfo, GetOpen, GetRefused
 from tests.integration.rpc_world import FENCE, GENERATION, JOB, LAUNCH, WAIT, Credentials, MemoryPeer, Shard
 
 CHUNK = 256 << 10

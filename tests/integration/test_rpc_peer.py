@@ -12,7 +12,6 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from flashckpt.credentials import DNS_NAME, Bundle, Identity
 from flashckpt.errors import (
     ConfigError,
     DeniedError,
@@ -21,13 +20,14 @@ from flashckpt.errors import (
     NoSpaceError,
     PeerError,
 )
+from flashckpt.move.transports.grpc.client import PeerClient
+from flashckpt.move.transports.grpc.server import PeerServer
+from flashckpt.protocol.wire import Announce, Answer, Beat, Envelope, GiveUp, Lost, Report, WantBack
 from flashckpt.rpc.api import VERSION, Hello
-from flashckpt.rpc.peer_client import PeerClient
-from flashckpt.rpc.peer_server import PeerServer
+from flashckpt.rpc.credentials import DNS_NAME, Bundle, Identity
 from flashckpt.rpc.settings import Keepalive
 from flashckpt.types import Record, ShardId
 from flashckpt.v1 import peer_pb2
-from flashckpt.wire import Announce, Answer, Beat, Envelope, GiveUp, Lost, Report, Want
 from tests.integration.rpc_world import (
     FENCE,
     GENERATION,
@@ -88,7 +88,7 @@ def test_hello(client, api):
         Announce(RECORD, (GENERATION,)),
         Announce(None, ()),
         Lost(SHARD),
-        Want(SHARD, bytes(16)),
+        WantBack(SHARD, bytes(16)),
     ],
     ids=["beat", "report", "give up", "announce", "announce nothing", "lost", "want"],
 )

@@ -12,18 +12,18 @@ import time
 import grpc
 import pytest
 
-from flashckpt.credentials import DNS_NAME
 from flashckpt.errors import CorruptShardError, FlashError, IncompatibleError, NoSpaceError, PeerError
-from flashckpt.lanes.policy import LanePolicy
+from flashckpt.move.seam import PutEnd
+from flashckpt.move.transports.grpc.client import PeerClient
+from flashckpt.move.transports.grpc.frames import encode_chunks
+from flashckpt.move.transports.grpc.send import WINDOW_BYTES
+from flashckpt.move.transports.grpc.server import PeerServer
+from flashckpt.move.transports.tcp.policy import LanePolicy
+from flashckpt.protocol.wire import PutHave, PutReady, PutRefused
 from flashckpt.rpc import convert
-from flashckpt.rpc.api import PutEnd
-from flashckpt.rpc.frames import encode_chunks
-from flashckpt.rpc.peer_client import PeerClient
-from flashckpt.rpc.peer_server import PeerServer
-from flashckpt.rpc.send import WINDOW_BYTES
+from flashckpt.rpc.credentials import DNS_NAME
 from flashckpt.rpc.settings import Keepalive, PeerLimits
 from flashckpt.v1 import peer_pb2
-from flashckpt.wire import PutHave, PutReady, PutRefused
 from tests.conftest import environment
 from tests.integration.rpc_world import FENCE, JOB, LAUNCH, WAIT, Credentials, MemoryPeer, Shard, beat
 
@@ -431,7 +431,9 @@ def test_a_receiver_that_does_not_open_is_noticed(serve, connect, api):
 
 
 def test_a_braked_sender_is_not_a_stalled_receiver(serve, connect, api, monkeypatch):
-    monkeypatch.setattr("flashckpt.rpc.receive.PROGRESS_SECONDS", 0.0)  # of the patience below, not of 30 s
+    monkeypatch.setattr(
+        "flashckpt.move.transports.grpc.receive.PROGRESS_SECONDS", 0.0
+    )  # of the patience below, not of 30 s
 
     class Brake:
         def take(self, size_bytes):
@@ -516,7 +518,7 @@ def test_a_server_that_stops_suspends_its_pushes(serve, connect, api):
 
 
 def test_closing_a_server_waits_for_a_stuck_push_only_so_long(serve, connect, api, monkeypatch, caplog):
-    monkeypatch.setattr("flashckpt.rpc.peer_server.STRAGGLERS_SECONDS", 0.3)
+    monkeypatch.setattr("flashckpt.move.transports.grpc.server.STRAGGLERS_SECONDS", 0.3)
     api.gate_closed = True
     client, ended = connect(serve()), queue.Queue()
 
@@ -540,8 +542,8 @@ def test_closing_a_server_waits_for_a_stuck_push_only_so_long(serve, connect, ap
 
 SERVER = """
 import sys
-from flashckpt.credentials import Bundle
-from flashckpt.rpc.peer_server import PeerServer
+from flashckpt.rpc.credentials import Bundle
+from flashckpt.move.transports.grpc.server import PeerServer
 from flashckpt.rpc.settings import Keepalive
 from tests.integration.rpc_world import JOB, MemoryPeer
 api = MemoryPeer("b")
@@ -605,8 +607,8 @@ def test_a_hung_or_dead_node_is_noticed_by_name(other_process, connect, signal):
 def test_a_sender_that_dies_leaves_a_push_to_resume(serve, connect, api, bundles, tmp_path):
     code = (
         "import sys\n"
-        "from flashckpt.credentials import Bundle\n"
-        "from flashckpt.rpc.peer_client import PeerClient\n"
+        "from flashckpt.rpc.credentials import Bundle\n"
+        "from flashckpt.move.transports.grpc.client import PeerClient\n"
         "from tests.integration.rpc_world import JOB, Shard\n"
         "bundle = Bundle(*(open(name, 'rb').read() for name in sys.argv[2:5]))\n"
         "shard = Shard.make(data_bytes=16 << 20)\n"

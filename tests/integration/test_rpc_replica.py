@@ -12,14 +12,14 @@ from flashckpt import native
 from flashckpt.errors import CorruptShardError
 from flashckpt.format.layout import encode_layout, fingerprint
 from flashckpt.format.shard import DEFAULT_CHUNK_BYTES, encode_header, geometry, invalidate, seal_bytes
-from flashckpt.rpc.api import PutEnd
-from flashckpt.rpc.peer_client import PeerClient
-from flashckpt.rpc.peer_server import PeerServer
+from flashckpt.move.incoming import Incoming
+from flashckpt.move.outgoing import Outgoing
+from flashckpt.move.seam import PutEnd
+from flashckpt.move.transports.grpc.client import PeerClient
+from flashckpt.move.transports.grpc.server import PeerServer
+from flashckpt.protocol.wire import PutOpen, PutReady
 from flashckpt.store.slots import SlotStore
-from flashckpt.transport.incoming import Incoming
-from flashckpt.transport.outgoing import Outgoing
 from flashckpt.types import Layout, ShardId
-from flashckpt.wire import PutOpen, PutReady
 from tests.integration.rpc_world import GENERATION, JOB, LAUNCH, Credentials, MemoryPeer
 
 SHARD = ShardId(GENERATION, 1, 4)

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashckpt import native
-from flashckpt.load.assumed import AssumedTensors, is_equal, make_table, only_from_one
-from flashckpt.load.cover import index
-from flashckpt.load.plan import Reader, Want, plan
+from flashckpt.load.plan import Want, plan
+from flashckpt.state.assumed import AssumedTensors, Reader, is_equal, make_table, only_from_one
+from flashckpt.state.cover import index
 from flashckpt.types import Box, Layout, TensorEntry
 
 CHUNK = 4096

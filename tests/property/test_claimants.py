@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashckpt.errors import OtherRankError, StorageError
-from flashckpt.load.claim import refuse_beside_live
-from flashckpt.load.claimants import (
+from flashckpt.ranks.topology import Node, Topology
+from flashckpt.start.claim import refuse_beside_live
+from flashckpt.start.claimants import (
     ENDING_GRACE_SECONDS,
     GRACE_SECONDS,
-    Answer,
+    ClaimAnswer,
     Trainer,
     decide,
     describe,
@@ -22,7 +23,6 @@ from flashckpt.load.claimants import (
     others,
 )
 from flashckpt.store.owner import Owner
-from flashckpt.topology import Node, Topology
 from flashckpt.types import Claimant, Launch
 
 LAUNCHES = st.builds(Launch, st.integers(1, 3), st.integers(0, 2))
@@ -53,13 +53,13 @@ def test_only_other_processes_of_another_launch_count(found, processes, launch):
 def test_nothing_is_taken_beside_anybody_and_every_wait_ends(found, waited):
     answer, reason = decide(found, waited)
     assert reason
-    assert (answer is Answer.TAKE) == (not found)
+    assert (answer is ClaimAnswer.TAKE) == (not found)
     if waited >= ENDING_GRACE_SECONDS:
-        assert answer is not Answer.WAIT
+        assert answer is not ClaimAnswer.WAIT
     if waited < GRACE_SECONDS:
-        assert answer is not Answer.REFUSE
+        assert answer is not ClaimAnswer.REFUSE
     if waited >= GRACE_SECONDS and not all(one.claimant.is_ending for one in found):
-        assert answer is Answer.REFUSE
+        assert answer is ClaimAnswer.REFUSE
 
 
 @given(TRAINERS.filter(bool))

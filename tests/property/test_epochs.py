@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashckpt.agent import messages
-from flashckpt.agent.epochs import heard, named, why_refused
-from flashckpt.agent.messages import (
+from flashckpt.errors import ConfigError
+from flashckpt.protocol import events as messages
+from flashckpt.protocol.epochs import heard, named, why_refused
+from flashckpt.protocol.events import (
     Answered,
     Begun,
     FencePut,
@@ -24,10 +25,9 @@ from flashckpt.agent.messages import (
     Tick,
     Told,
 )
-from flashckpt.errors import ConfigError
-from flashckpt.launch import LAST_EPOCH, LATEST_CLOCK_MS, MAX_CLOCK_DIFFERENCE_MS, agree_epoch
+from flashckpt.protocol.wire import Answer, Beat, Envelope, GetOpen, PutOpen
+from flashckpt.start.launch import LAST_EPOCH, LATEST_CLOCK_MS, MAX_CLOCK_DIFFERENCE_MS, agree_epoch
 from flashckpt.types import Fence, Generation, Held, Launch, Session, ShardId
-from flashckpt.wire import Answer, Beat, Envelope, GetOpen, PutOpen
 
 NOW = 1_800_000_000_000
 YEAR = 366 * 86_400_000

@@ -7,10 +7,10 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashckpt.agent.heal import heal, holders_of
-from flashckpt.agent.survival import survival, words
+from flashckpt.protocol.heal import heal, holders_of
+from flashckpt.protocol.survival import survival, words
+from flashckpt.protocol.wire import CopyOrder
 from flashckpt.types import Member
-from flashckpt.wire import Copy
 
 LABELS = ["", "", "rack-a", "rack-b", "rack-c"]
 
@@ -104,7 +104,7 @@ def test_the_answer_is_a_function_of_what_is_held_and_what_runs_goes_on(situatio
 def test_what_runs_ends_where_it_makes_no_sense_any_more(situation, data):
     members, holdings, world, replicas = situation
     nodes = st.sampled_from([member.node_id for member in members])
-    running = data.draw(st.lists(st.builds(Copy, st.integers(0, world), nodes, nodes), max_size=4, unique=True))
+    running = data.draw(st.lists(st.builds(CopyOrder, st.integers(0, world), nodes, nodes), max_size=4, unique=True))
     copies, _ = heal(holdings, members, replicas, running=running)
     for copy in copies:
         assert copy.rank in holdings[copy.source]

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from flashckpt import native
 from flashckpt.errors import CorruptShardError
-from flashckpt.load.straight import Landing
-from flashckpt.transport.stage import Table
+from flashckpt.load.fetch_into_tensors import Landing
+from flashckpt.move.stage import Table
 from flashckpt.types import ChunkRange, Generation, Retrieval, ShardId
 
 HEAD, CHUNK = 4096, 1024

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashckpt.line import NOTHING, Ancestor, Line, begun, by_head, decode, encode, merged, newer, order
+from flashckpt.protocol.line import NOTHING, Ancestor, Line, begun, by_head, decode, encode, merged, newer, order
 from flashckpt.types import Generation, Launch
 
 MOST = 5  # launches that a compacted line lists here

@@ -8,8 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashckpt.errors import MissingKeyError, StructureError
-from flashckpt.load.cover import Piece, uncovered
-from flashckpt.load.plan import Reader, Want, plan, runs
+from flashckpt.load.plan import Want, plan
+from flashckpt.state.assumed import Reader
+from flashckpt.state.cover import Piece, uncovered
+from flashckpt.state.runs import runs
 from flashckpt.types import Box, TensorEntry
 
 shapes = st.lists(st.integers(1, 7), min_size=0, max_size=3).map(tuple)

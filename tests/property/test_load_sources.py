@@ -14,7 +14,7 @@ from flashckpt.load.plan import Transfer, Want
 from flashckpt.load.sources import (
     SPLIT_BYTES,
     Fetcher,
-    Place,
+    NodePlace,
     deal_out,
     decode_needs,
     encode_needs,
@@ -92,7 +92,7 @@ def by_agents(needs):
 @given(clusters())
 def test_every_lacking_chunk_is_asked_for_once_of_a_holder(cluster):
     _, chunks, holders, domains, needs = cluster
-    places = [Place(f"n{number}", domain) for number, domain in enumerate(domains)]
+    places = [NodePlace(f"n{number}", domain) for number, domain in enumerate(domains)]
     planned = plan_retrievals(by_agents(needs), copies(holders, chunks), catalogue(chunks), places)
     assert {fetcher.node for fetcher in planned} == {node for node, lacking in needs.items() if lacking}
     for (node, _, _), retrievals in planned.items():
@@ -120,7 +120,7 @@ def test_every_lacking_chunk_is_asked_for_once_of_a_holder(cluster):
 @given(clusters())
 def test_all_ranks_make_the_same_plan(cluster):
     _, chunks, holders, domains, needs = cluster
-    places = [Place(f"n{number}", domain) for number, domain in enumerate(domains)]
+    places = [NodePlace(f"n{number}", domain) for number, domain in enumerate(domains)]
     shuffled = dict(sorted(needs.items(), reverse=True))
     one = plan_retrievals(by_agents(needs), copies(holders, chunks), catalogue(chunks), places)
     two = plan_retrievals(by_agents(shuffled), copies(holders, chunks), catalogue(chunks), places)
@@ -129,7 +129,7 @@ def test_all_ranks_make_the_same_plan(cluster):
 
 def test_a_large_shard_comes_from_all_its_holders_at_once():
     chunks = [4 * SPLIT_BYTES // CHUNK]
-    places = [Place(f"n{number}", "") for number in range(4)]
+    places = [NodePlace(f"n{number}", "") for number in range(4)]
     needs = {3: {0: (ChunkRange(0, chunks[0]),)}}
     ((one,),) = plan_retrievals(by_agents(needs), copies([[0, 1, 2]], chunks), catalogue(chunks), places).values()
     assert one.whole
@@ -141,7 +141,7 @@ def test_a_large_shard_comes_from_all_its_holders_at_once():
 def test_several_shards_are_spread_over_their_holders():
     """A node that lost four shards, all of them on the same two others, gets half from each."""
     chunks = [8] * 4
-    places = [Place(f"n{number}", "") for number in range(3)]
+    places = [NodePlace(f"n{number}", "") for number in range(3)]
     needs = {2: {rank: (ChunkRange(0, 8),) for rank in range(4)}}
     (retrievals,) = plan_retrievals(by_agents(needs), copies([[0, 1]] * 4, chunks), catalogue(chunks), places).values()
     first = [one.portions[0].sources[0] for one in retrievals]
@@ -151,7 +151,7 @@ def test_several_shards_are_spread_over_their_holders():
 def test_a_shard_that_nobody_has_is_a_bug_of_ours():
     needs = by_agents({0: {0: (ChunkRange(0, 1),)}})
     with pytest.raises(InternalError, match="nobody has it"):
-        plan_retrievals(needs, copies([[0]], [1]), catalogue([1]), [Place("n0", "")])
+        plan_retrievals(needs, copies([[0]], [1]), catalogue([1]), [NodePlace("n0", "")])
 
 
 @given(st.data())
@@ -220,7 +220,7 @@ def test_ranks_that_need_the_same_chunks_have_their_agent_fetch_them():
 
 def test_what_goes_straight_into_tensors_is_no_more_than_they_need():
     needs = {Fetcher(1, 1, straight=True): {0: (ChunkRange(0, 99),)}}
-    places = [Place("n0", ""), Place("n1", "")]
+    places = [NodePlace("n0", ""), NodePlace("n1", "")]
     ((one,),) = plan_retrievals(needs, copies([[0]], [100]), catalogue([100]), places).values()
     assert not one.whole
     assert one.portions[0].ranges == (ChunkRange(0, 99),)

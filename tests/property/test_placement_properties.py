@@ -9,7 +9,7 @@ from collections import Counter, deque
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from flashckpt.placement import STRATEGIES, place, survives
+from flashckpt.protocol.placement import STRATEGIES, place, survives
 from flashckpt.types import Member
 
 LABELS = ["", "", "rack-a", "rack-b", "rack-c", "rack-d"]

@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashckpt.errors import AmbiguousHistoryError
-from flashckpt.line import Ancestor, Line, from_fence
 from flashckpt.load.choose import choose
 from flashckpt.load.inventory import copies_of, encode, merge
-from flashckpt.save.retention import State, Verdict, judge, releasable
+from flashckpt.protocol.line import Ancestor, Line, from_fence
+from flashckpt.save.retention import GenerationState, GenerationVerdict, judge, releasable
 from flashckpt.types import Generation, Held, Holding, Launch, Level, NodeInventory, ShardId, age_order
 
 WORLD = 3
@@ -52,7 +52,7 @@ launches = st.none() | st.builds(Launch, epoch=st.integers(1, 3), nonce=st.just(
 def test_the_newest_complete_ones_are_never_released(tags, launch, line, voids, keep):
     verdicts = judge(tags, launch, line, voids)
     free = releasable(verdicts, keep)
-    complete = [g for g, verdict in verdicts.items() if verdict.state is State.COMPLETE]
+    complete = [g for g, verdict in verdicts.items() if verdict.state is GenerationState.COMPLETE]
     for g in complete:
         ranks = {shard.rank for shard in tags if shard.generation == g}
         assert ranks == set(range(WORLD))
@@ -62,12 +62,12 @@ def test_the_newest_complete_ones_are_never_released(tags, launch, line, voids, 
         assert newest not in free
         kept = sorted(complete, key=age_order)[-keep:]
         assert not free & set(kept)
-        known = [g for g, verdict in verdicts.items() if verdict.state is not State.OTHER]
+        known = [g for g, verdict in verdicts.items() if verdict.state is not GenerationState.OTHER]
         assert all(age_order(g) >= age_order(newest) or g in free or g in kept for g in known)
-    assert not free & {g for g, verdict in verdicts.items() if verdict.state is State.OTHER}
+    assert not free & {g for g, verdict in verdicts.items() if verdict.state is GenerationState.OTHER}
     # What this launch may still complete stays, unless something newer is whole.
     for g, verdict in verdicts.items():
-        if verdict.state is State.PENDING and g in free:
+        if verdict.state is GenerationState.PENDING and g in free:
             assert complete
             assert age_order(g) < max(map(age_order, complete))
 
@@ -90,8 +90,8 @@ def test_choice_and_retention_agree(tags, line):
     except AmbiguousHistoryError:
         return
     untagged = dict.fromkeys(tags, 0)
-    complete = [g for g, v in judge(untagged, None, line).items() if v.state is State.COMPLETE]
-    kept = [g for g, v in judge(tags, None, line).items() if v.state is State.COMPLETE]
+    complete = [g for g, v in judge(untagged, None, line).items() if v.state is GenerationState.COMPLETE]
+    kept = [g for g, v in judge(tags, None, line).items() if v.state is GenerationState.COMPLETE]
     assert set(kept) <= set(complete)
     assert list(choice.candidates) == sorted(complete, key=age_order, reverse=True)
     assert {g for g, _ in choice.passed_over} | set(choice.candidates) == {shard.generation for shard in tags}
@@ -132,29 +132,35 @@ def test_half_a_generation_of_this_launch_is_pending_until_a_rank_goes_on():
     launch = Launch(epoch=2, nonce=7)
     first, second = Generation(2, 7, 1, 1), Generation(2, 7, 2, 2)
     half = {ShardId(first, 0, 2): 0}
-    assert judge(half, launch, None)[first].state is State.PENDING
-    assert judge(half, launch, None, voids={first})[first].state is State.DEAD
-    assert judge(half, None, None)[first].state is State.DEAD
+    assert judge(half, launch, None)[first].state is GenerationState.PENDING
+    assert judge(half, launch, None, voids={first})[first].state is GenerationState.DEAD
+    assert judge(half, None, None)[first].state is GenerationState.DEAD
     went_on = {**half, ShardId(second, 1, 2): 0}
     verdicts = judge(went_on, launch, None)
-    assert verdicts[first].state is State.DEAD
+    assert verdicts[first].state is GenerationState.DEAD
     assert "went on" in verdicts[first].reason
-    assert verdicts[second].state is State.PENDING
+    assert verdicts[second].state is GenerationState.PENDING
 
 
 def test_ranks_that_share_different_tensors_disagree():
     generation = Generation(2, 7, 1, 1)
     tags = {ShardId(generation, 0, 2): 11, ShardId(generation, 1, 2): 12}
-    assert judge(tags, Launch(2, 7), None)[generation].state is State.DISAGREES
+    assert judge(tags, Launch(2, 7), None)[generation].state is GenerationState.DISAGREES
     assert releasable(judge(tags, Launch(2, 7), None)) == {generation}
 
 
 def test_of_whole_generations_the_newest_stay_and_the_older_ones_go():
     steps = [Generation(1, 7, step, 1) for step in range(5)]
-    states = (State.COMPLETE, State.PENDING, State.COMPLETE, State.COMPLETE, State.PENDING)
-    verdicts = {generation: Verdict(state, "") for generation, state in zip(steps, states, strict=True)}
+    states = (
+        GenerationState.COMPLETE,
+        GenerationState.PENDING,
+        GenerationState.COMPLETE,
+        GenerationState.COMPLETE,
+        GenerationState.PENDING,
+    )
+    verdicts = {generation: GenerationVerdict(state, "") for generation, state in zip(steps, states, strict=True)}
     assert releasable(verdicts, 1) == set(steps[:3])
     assert releasable(verdicts, 2) == set(steps[:2])
     assert releasable(verdicts, 3) == {steps[1]}
     assert releasable({steps[1]: verdicts[steps[1]]}) == set()
-    assert releasable({**verdicts, steps[4]: Verdict(State.DEAD, "")}, 3) == {steps[1], steps[4]}
+    assert releasable({**verdicts, steps[4]: GenerationVerdict(GenerationState.DEAD, "")}, 3) == {steps[1], steps[4]}

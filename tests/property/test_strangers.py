@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashckpt.lanes.strangers import MAX_OF_NETWORK, MAX_STRANGERS, Stranger, network_of, whom_to_refuse
+from flashckpt.move.transports.tcp.strangers import MAX_OF_NETWORK, MAX_STRANGERS, Stranger, network_of, whom_to_refuse
 
 networks = st.sampled_from([f"10.0.0.{i}" for i in range(8)])
 expectations = st.dictionaries(networks, st.integers(0, 40), max_size=4)

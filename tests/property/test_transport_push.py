@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from flashckpt.errors import ClosedError, ConfigError, CorruptShardError, FlashError
+from flashckpt.move.incoming import IncomingState
+from flashckpt.move.sealing import find_held
+from flashckpt.move.throttle import Throttle
 from flashckpt.store.slots import SlotStore
-from flashckpt.transport.incoming import State
-from flashckpt.transport.sealing import find_held
-from flashckpt.transport.throttle import Throttle
 from tests.unit.test_transport_incoming import CONTENT, SENDER, flipped, sealed_content, shard_id
 
 HEAD = len(SENDER.head)
@@ -109,7 +109,7 @@ class PushMachine(RuleBasedStateMachine):
     def give_up(self):
         self.incoming.abandon()
         self.over = True
-        assert self.incoming.state is State.ABANDONED
+        assert self.incoming.state is IncomingState.ABANDONED
 
     @rule()
     def begin_again(self):

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashckpt.agent.survival import survival
-from flashckpt.agent.verdict import Noted, Peer, PeerState, Safety, View, Word, judge, news
+from flashckpt.protocol.survival import survival
+from flashckpt.protocol.verdict import Noted, Peer, PeerState, Safety, View, Word, judge, news
+from flashckpt.protocol.wire import Health
 from flashckpt.types import Generation
-from flashckpt.wire import Health
 
 KEPT, BEFORE, OTHER = Generation(100, 7, 10, 1), Generation(100, 7, 9, 1), Generation(90, 7, 10, 1)
 PATIENCE = 10.0

@@ -23,13 +23,13 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from flashckpt import native
-from flashckpt.credentials import DNS_NAME, Authority, Bundle, make_request
 from flashckpt.errors import FlashError
 from flashckpt.format.layout import encode_layout, fingerprint
 from flashckpt.format.shard import DEFAULT_CHUNK_BYTES, encode_header, geometry, seal_bytes
-from flashckpt.placement import place
+from flashckpt.move.transports.grpc.frames import encode_chunks
+from flashckpt.protocol.placement import place
 from flashckpt.rpc.agent_client import AgentClient
-from flashckpt.rpc.frames import encode_chunks
+from flashckpt.rpc.credentials import DNS_NAME, Authority, Bundle, make_request
 from flashckpt.types import Generation, Layout, ShardId
 from flashckpt.v1 import common_pb2, peer_pb2
 from tests.fault import agents

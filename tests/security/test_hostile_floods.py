@@ -13,7 +13,7 @@ import time
 import grpc
 import pytest
 
-from flashckpt.rpc.peer_server import PeerServer
+from flashckpt.move.transports.grpc.server import PeerServer
 from flashckpt.rpc.settings import PeerLimits
 from flashckpt.v1 import peer_pb2
 from tests.fault.agents import World, wait_until

@@ -21,8 +21,8 @@ from flashckpt.errors import (
     IncompatibleError,
     NoSpaceError,
 )
-from flashckpt.line import from_fence
-from flashckpt.rpc.roles import ROLES, Role
+from flashckpt.protocol.line import from_fence
+from flashckpt.rpc.guard import ROLES, Role
 from flashckpt.rpc.settings import TICKET_KEY, VERSION
 from flashckpt.store.owner import Owner
 from flashckpt.types import Launch, ShardId

@@ -5,10 +5,10 @@ from __future__ import annotations
 import grpc
 import pytest
 
-from flashckpt.credentials import Authority, Bundle, make_request
-from flashckpt.line import from_fence
+from flashckpt.protocol.line import from_fence
 from flashckpt.rpc import convert
-from flashckpt.rpc.roles import ROLES
+from flashckpt.rpc.credentials import Authority, Bundle, make_request
+from flashckpt.rpc.guard import ROLES
 from flashckpt.v1 import peer_pb2
 from tests.fault.agents import JOB
 from tests.security.arena import ATTEMPT, Push, code_of, tell

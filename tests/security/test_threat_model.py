@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from flashckpt.rpc.roles import ROLES, Role
+from flashckpt.rpc.guard import ROLES, Role
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = (ROOT / "docs" / "threat-model.md").read_text()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from flashckpt.agent.messages import Gone, Rotten
+from flashckpt.protocol.events import Gone, Rotten
 from tests.sim.job import Phase
 
 if TYPE_CHECKING:

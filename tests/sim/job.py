@@ -9,34 +9,34 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING
 
-from flashckpt.agent.messages import (
+from flashckpt.errors import AmbiguousHistoryError, NotFoundError
+from flashckpt.load.choose import choose, whole
+from flashckpt.load.histories import anew, pick
+from flashckpt.load.inventory import merge
+from flashckpt.protocol.events import (
     Begun,
     GaveUp,
     LeaseEnded,
     LinePut,
     RefuseFenced,
     Rotten,
-    Sealed,
+    ShardSealed,
     SlotWanted,
     WantDropped,
 )
-from flashckpt.errors import AmbiguousHistoryError, NotFoundError
-from flashckpt.line import begun, name_of
-from flashckpt.load.choose import choose, whole
-from flashckpt.load.histories import anew, pick
-from flashckpt.load.inventory import merge
+from flashckpt.protocol.line import begun, name_of
 from flashckpt.types import Generation, Held, Launch, Member, Session, ShardId
 from tests.sim.machine import File, Machine
 from tests.sim.truth import Instance, Violation
 
 if TYPE_CHECKING:
-    from flashckpt.agent.messages import Effect, Notify
-    from flashckpt.line import Line
     from flashckpt.load.choose import Choice
     from flashckpt.load.histories import Pick
     from flashckpt.load.inventory import Inventory
+    from flashckpt.protocol.events import Effect, Notify
+    from flashckpt.protocol.line import Line
+    from flashckpt.protocol.wire import PutOpen
     from flashckpt.types import Record
-    from flashckpt.wire import PutOpen
     from tests.sim.world import World
 
 _PATIENCE = 4  # tries of a trainer to reach its agent
@@ -477,7 +477,7 @@ class Job:
         held = launch.untold.pop(rank, None)
         if held is not None and held.shard in machine.files:
             self.world.probes.add("a trainer dies between seal and word")
-            if self.world.swarm.scans_first and self.world.feed(machine, Sealed(held)) is None:
+            if self.world.swarm.scans_first and self.world.feed(machine, ShardSealed(held)) is None:
                 return
         self.world.feed(machine, LeaseEnded(launch.lease(rank)))
 
@@ -672,7 +672,7 @@ class Job:
             launch.untold.pop(rank, None)
             self._gave_up(launch, rank, self.world.truth.instances[held.shard.generation])
             return
-        if self.world.feed(machine, Sealed(held)) is not None:
+        if self.world.feed(machine, ShardSealed(held)) is not None:
             if launch.untold.get(rank) is held:
                 del launch.untold[rank]
         else:

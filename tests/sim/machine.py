@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from flashckpt.agent.messages import Started
-from flashckpt.line import by_head, launch_of, newer, order
 from flashckpt.load.inventory import encode
+from flashckpt.protocol.events import Started
+from flashckpt.protocol.line import by_head, launch_of, newer, order
 from flashckpt.types import Holding, Level, NodeInventory
 
 if TYPE_CHECKING:
-    from flashckpt.agent.core import AgentCore
-    from flashckpt.line import Line
+    from flashckpt.protocol.core import AgentCore
+    from flashckpt.protocol.line import Line
     from flashckpt.types import Generation, Held, Launch, Record, Session, ShardId
     from tests.sim.truth import Instance
 
@@ -82,7 +82,7 @@ class Machine:
             if idle and in_force.supersedes(one):
                 del self.lines[head]
 
-    def standing(self) -> tuple[int, int]:
+    def current(self) -> tuple[int, int]:
         """The newest launch that the directory knows of."""
         known = [(0, 0)]
         if self.session is not None:
@@ -94,7 +94,7 @@ class Machine:
         """As a trainer learns it when it begins: from the directory and from the agent."""
         newest = self.core.newest if self.core is not None else None
         epochs = [shard.generation.epoch for shard in self.files]
-        return max(self.standing()[0], newest.epoch if newest is not None else 0, *epochs, 0)
+        return max(self.current()[0], newest.epoch if newest is not None else 0, *epochs, 0)
 
     def inventory(self) -> bytes:
         """As its agent tells it."""

@@ -10,15 +10,14 @@ import contextlib
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from flashckpt.agent import committing, copying, core, ledger
-from flashckpt.agent.commit import abandoned_by, droppable
-from flashckpt.agent.committing import Committing
-from flashckpt.agent.core import AgentCore
-from flashckpt.agent.duties import Duties
-from flashckpt.agent.granting import Granting
-from flashckpt.agent.healing import Healing
-from flashckpt.agent.ledger import Ledger
-from flashckpt.agent.messages import (
+from flashckpt.errors import AmbiguousHistoryError
+from flashckpt.load.histories import pick
+from flashckpt.protocol import commit as committing
+from flashckpt.protocol import copying, core, ledger
+from flashckpt.protocol.commit import Committing, abandoned_by
+from flashckpt.protocol.core import AgentCore
+from flashckpt.protocol.current_launch import CurrentLaunch
+from flashckpt.protocol.events import (
     Decline,
     Grant,
     KeepLine,
@@ -32,16 +31,16 @@ from flashckpt.agent.messages import (
     Release,
     Started,
 )
-from flashckpt.agent.pushing import Pushing
-from flashckpt.agent.releasing import Releasing
-from flashckpt.agent.replicating import Replicating
-from flashckpt.agent.standing import Standing
-from flashckpt.agent.talking import Talking
-from flashckpt.errors import AmbiguousHistoryError
-from flashckpt.line import KEPT, NOTHING, Ancestor, Line, launch_of
-from flashckpt.load.histories import pick
+from flashckpt.protocol.granting import Granting
+from flashckpt.protocol.heal import Healing
+from flashckpt.protocol.ledger import Ledger, droppable
+from flashckpt.protocol.line import KEPT, NOTHING, Ancestor, Line, launch_of
+from flashckpt.protocol.members import Duties
+from flashckpt.protocol.releasing import Releasing
+from flashckpt.protocol.replicate import Pushing, Replicating
+from flashckpt.protocol.talking import Talking
+from flashckpt.protocol.wire import Lost, PutHave, Report
 from flashckpt.types import Launch, age_order
-from flashckpt.wire import Lost, PutHave, Report
 from tests.sim import job
 from tests.sim.swarm import Outcome, run
 
@@ -49,7 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import ModuleType
 
-    from flashckpt.agent.messages import Effect, Event
+    from flashckpt.protocol.events import Effect, Event
     from tests.sim.world import World
 
 
@@ -90,8 +89,8 @@ class _EarlyGc(Releasing):
 
     def collect(self) -> None:
         super().collect()
-        held = self._custody.held
-        mine = [age_order(s.generation) for s in held if self._standing.owns(s)]
+        held = self._holdings.held
+        mine = [age_order(s.generation) for s in held if self._current.owns(s)]
         for shard in [s for s in held if mine and age_order(s.generation) < max(mine)]:
             del held[shard]
             self._outbox.add(Release(shard, "a newer one is sealed"))
@@ -101,11 +100,11 @@ class _CommitBeforeAck(Committing):
     """Takes a seal for a replica."""
 
     def take_report(self, sender: str, report: Report, now: float) -> None:
-        everybody = (*self._peers, self._standing.node_id)
+        everybody = (*self._peers, self._current.node_id)
         super().take_report(sender, Report(report.shard, report.digest, everybody), now)
 
 
-class _ZombieAccepted(Standing):
+class _ZombieAccepted(CurrentLaunch):
     """Does not tell older launches from newer ones."""
 
     def is_older(self, launch: Launch) -> bool:
@@ -162,7 +161,7 @@ class _VoidAfterReport(Replicating):
     """Gives up by itself what it may have reported, when its own copy is bad and it knows of no other."""
 
     def lost(self, held, now: float) -> None:
-        if self._standing.owns(held.shard) and not self._custody.acks.get(held.shard):
+        if self._current.owns(held.shard) and not self._holdings.acks.get(held.shard):
             self._committing.give_up(held.shard.generation, "the only copy", now)
         else:
             super().lost(held, now)
@@ -184,7 +183,7 @@ class _ForgetsSession(AgentCore):
         return [effect for effect in super().handle(event, now) if not isinstance(effect, KeepSession)]
 
 
-class _AllCoordinate(Standing):
+class _AllCoordinate(CurrentLaunch):
     """Every node makes records."""
 
     @property
@@ -244,7 +243,7 @@ class _CommitsAgainstVoid(Committing):
         self.announce(now)
 
 
-class _AcksOfDeadLaunches(Standing):
+class _AcksOfDeadLaunches(CurrentLaunch):
     """A replica that comes in after a newer launch was seen is acknowledged."""
 
     @property
@@ -252,7 +251,7 @@ class _AcksOfDeadLaunches(Standing):
         return False
 
 
-class _LateLine(Standing):
+class _LateLine(CurrentLaunch):
     """Adopts lines of launches that have been overtaken."""
 
     def learn(self, launch, line) -> list[Effect]:
@@ -271,7 +270,7 @@ class _LearnsNoLine(AgentCore):
         super()._learn(launch, line if mine else None)
 
 
-class _KeepsOneLine(Standing):
+class _KeepsOneLine(CurrentLaunch):
     """Forgets the line of another history when it gets one."""
 
     def learn(self, launch, line) -> list[Effect]:
@@ -284,11 +283,11 @@ class _ForgetsWantedSlot(Granting):
     """Gives away the slot of a shard that is on its way back."""
 
     def decide(self, request, now: float):
-        wanted, self._custody.wanted = self._custody.wanted, {}
+        wanted, self._holdings.wanted = self._holdings.wanted, {}
         try:
             return super().decide(request, now)
         finally:
-            self._custody.wanted = wanted
+            self._holdings.wanted = wanted
 
 
 class _ReportsWhatIsGone(Committing):
@@ -304,11 +303,11 @@ class _BlindToSplitsAtStart(AgentCore):
     def handle(self, event: Event, now: float) -> list[Effect]:
         if not isinstance(event, Started):
             return super().handle(event, now)
-        self.custody.is_split = lambda held: False
+        self.holdings.is_split = lambda held: False
         try:
             return super().handle(event, now)
         finally:
-            del self.custody.is_split
+            del self.holdings.is_split
 
 
 class _MovesWhatItHeals(AgentCore):
@@ -330,7 +329,7 @@ class _KeepsTheDead(Ledger):
 
     @property
     def kept(self):
-        session = self._standing.session
+        session = self._current.session
         older = [s.generation for s in self.core.held if session and launch_of(s.generation) != session.launch]
         return max(older, key=age_order, default=None) or super().kept
 
@@ -345,8 +344,8 @@ class _OnlyTheCoordinatorHeals(Duties):
     """Where it is gone, nobody does."""
 
     def healer(self, now: float) -> str:
-        session = self._standing.session
-        return session.coordinator if session is not None else self._standing.node_id
+        session = self._current.session
+        return session.coordinator if session is not None else self._current.node_id
 
 
 class _CountsTheSilent(Healing):

@@ -9,8 +9,8 @@ import random
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from flashckpt.agent.core import AgentCore
-from flashckpt.line import KEPT
+from flashckpt.protocol.core import AgentCore
+from flashckpt.protocol.line import KEPT
 from tests.sim.faults import FAULTS
 from tests.sim.job import Job
 from tests.sim.truth import Violation

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from flashckpt.line import GIVEN_UP, NOTHING, order
+from flashckpt.protocol.line import GIVEN_UP, NOTHING, order
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from flashckpt.line import Line
+    from flashckpt.protocol.line import Line
     from flashckpt.types import Generation, Launch, Record, ShardId
     from tests.sim.job import SimLaunch
     from tests.sim.machine import File, Machine

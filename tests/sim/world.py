@@ -10,10 +10,9 @@ import heapq
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-import flashckpt.agent.standing as standing_module
-from flashckpt.agent.core import AgentCore
-from flashckpt.agent.limits import Limits
-from flashckpt.agent.messages import (
+import flashckpt.protocol.current_launch as standing_module
+from flashckpt.protocol.core import AgentCore
+from flashckpt.protocol.events import (
     Accept,
     Acknowledge,
     Answered,
@@ -26,7 +25,6 @@ from flashckpt.agent.messages import (
     KeepSession,
     LinePut,
     Notify,
-    Push,
     Pushed,
     PushEnd,
     PutAsked,
@@ -37,14 +35,16 @@ from flashckpt.agent.messages import (
     Release,
     Reply,
     Rotten,
-    Sealed,
     Send,
+    ShardSealed,
+    StartPush,
     Tick,
     Told,
     Unreachable,
 )
+from flashckpt.protocol.replicate import Limits
+from flashckpt.protocol.wire import Announce, Beat, Envelope, Holds, Lost, PutHave, PutOpen, Report, WantBack
 from flashckpt.types import Level
-from flashckpt.wire import Announce, Beat, Envelope, Holds, Lost, PutHave, PutOpen, Report, Want
 from tests.sim.machine import File, Machine
 from tests.sim.truth import Truth, Violation
 
@@ -52,9 +52,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from random import Random
 
-    from flashckpt.agent.messages import Effect, Event
+    from flashckpt.protocol.events import Effect, Event
+    from flashckpt.protocol.wire import Answer, Body
     from flashckpt.types import Held
-    from flashckpt.wire import Answer, Body
     from tests.sim.job import Job
     from tests.sim.swarm import Swarm
 
@@ -124,7 +124,7 @@ class World:
         machine.core = self.core_class(machine.name, LIMITS)
         machine.incarnation += 1
         machine.paused_until = 0.0
-        machine.heard = machine.standing()
+        machine.heard = machine.current()
         if self.trace:
             self.say(f"{machine}: agent starts")
         if self.feed(machine, machine.started()) is not None:
@@ -158,7 +158,7 @@ class World:
             return
         self.probes.add("a look around finds a difference")
         for shard in [s for s in machine.files if s not in core.held]:
-            if self.feed(machine, Sealed(machine.files[shard].held)) is None:
+            if self.feed(machine, ShardSealed(machine.files[shard].held)) is None:
                 return
         for shard in [s for s in core.held if s not in machine.files]:
             if self.feed(machine, Gone(shard)) is None:
@@ -329,7 +329,7 @@ class World:
 
     # --- pushes ---------------------------------------------------------------------------------------------
 
-    def _push(self, machine: Machine, effect: Push) -> None:
+    def _push(self, machine: Machine, effect: StartPush) -> None:
         core, held = machine.core, effect.held
         if core is None or core.session is None:
             return
@@ -429,14 +429,14 @@ class World:
 
     # --- probes ---------------------------------------------------------------------------------------------
 
-    def _probe_push(self, core: AgentCore, effect: Push) -> None:
+    def _probe_push(self, core: AgentCore, effect: StartPush) -> None:
         one = core.pushing.transfers.get((effect.held.shard, effect.node_id))
         if one is not None and one.heals:
             committed = core.threshold is not None and core.threshold.generation == effect.held.shard.generation
             self.probes.add("a committed shard is healed" if committed else "a shard of what was loaded is healed")
 
     def _probe_body(self, machine: Machine, body: Body) -> None:
-        if isinstance(body, Want):
+        if isinstance(body, WantBack):
             self.probes.add("an owner asks for its own shard")
         elif isinstance(body, Lost):
             self.probes.add("a holder tells that its copy is bad")
@@ -516,7 +516,7 @@ _EXECUTE: dict[type, Callable[[World, Machine, Any], None]] = {
     Grant: World._grant,
     RefuseBusy: World._refuse_busy,
     RefuseFenced: World._refuse_fenced,
-    Push: World._push,
+    StartPush: World._push,
     Send: World._send,
     Notify: World._notify,
     Reply: World._nothing,

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import flashckpt
-from flashckpt.address import (
+from flashckpt.errors import ConfigError
+from flashckpt.rpc.address import (
     Candidate,
     advertised_address,
     choose,
@@ -24,7 +25,6 @@ from flashckpt.address import (
     parse_address,
     source_towards,
 )
-from flashckpt.errors import ConfigError
 
 LO4, LO6 = Candidate("lo", "127.0.0.1"), Candidate("lo", "::1")
 ETH4, ETH6 = Candidate("eth0", "10.0.0.5"), Candidate("eth0", "2001:db8::5")
@@ -173,7 +173,7 @@ def test_hosts_that_can_not_be_are_no_way(host):
 def in_namespace(setup, code, **environ):
     """Runs Python code in a network namespace of its own, in which the shell commands have made the interfaces."""
     script = "set -e; " + "; ".join(["ip link set lo up", *setup]) + '; exec "$0" -c "$1"'
-    prologue = "from flashckpt.address import *\nfrom flashckpt.errors import ConfigError\n"
+    prologue = "from flashckpt.rpc.address import *\nfrom flashckpt.errors import ConfigError\n"
     done = subprocess.run(
         ["unshare", "--net", "sh", "-c", script, sys.executable, prologue + code],
         capture_output=True,

@@ -6,21 +6,21 @@ from dataclasses import replace
 
 import pytest
 
-from flashckpt.agent.messages import (
+from flashckpt.protocol.events import (
     Accept,
     Acknowledge,
     Decline,
     KeepRecord,
     Notify,
-    Push,
     Pushed,
     PushEnd,
     Received,
     Release,
-    Sealed,
+    ShardSealed,
+    StartPush,
 )
+from flashckpt.protocol.wire import Announce, GiveUp, PutRefused, Report
 from flashckpt.types import Launch, Level, Record
-from flashckpt.wire import Announce, GiveUp, PutRefused, Report
 from tests.unit.test_agent_core import LAUNCH, agent, generation, held, only, put, shard, told
 
 # --- replicas that come in
@@ -86,16 +86,16 @@ def test_trainers_hear_of_a_generation_given_up_of_which_nothing_lies_here(node,
 
 def test_nobody_hears_that_a_committed_generation_is_given_up_when_a_newer_one_takes_its_place():
     core = agent("n0", nodes=1, replicas=0)
-    assert only(KeepRecord, core.handle(Sealed(held(1, world=1)), 1.0))
-    effects = core.handle(Sealed(held(2, world=1)), 2.0)
+    assert only(KeepRecord, core.handle(ShardSealed(held(1, world=1)), 1.0))
+    effects = core.handle(ShardSealed(held(2, world=1)), 2.0)
     assert [one.shard.generation for one in only(Release, effects)] == [generation(1)]
     assert not only(Notify, effects)
 
 
 def test_trainers_hear_of_an_older_generation_that_was_never_committed():
     core = agent("n1")
-    core.handle(Sealed(held(1, rank=1)), 0.0)
-    core.handle(Sealed(held(2, rank=1)), 0.0)
+    core.handle(ShardSealed(held(1, rank=1)), 0.0)
+    core.handle(ShardSealed(held(2, rank=1)), 0.0)
     effects = told(core, "n0", Announce(Record(generation(2), 2, 1, 0.0), ()))
     levels = [(one.generation.step, one.level) for one in only(Notify, effects)]
     assert levels == [(2, Level.REPLICATED), (1, Level.NONE)]
@@ -106,7 +106,7 @@ def test_trainers_hear_of_an_older_generation_that_was_never_committed():
 
 def test_whoever_is_pushed_a_shard_owes_an_answer_from_then_on():
     core, one = agent("n1", nodes=3), held(1, rank=1, world=3)
-    (push,) = only(Push, core.handle(Sealed(one), 5.0))
+    (push,) = only(StartPush, core.handle(ShardSealed(one), 5.0))
     peer = core.peers[push.node_id]
     assert peer.asked_at == 5.0
     core.handle(Pushed(one.shard, push.node_id, PushEnd.FAILED, reason="reset"), 6.0)

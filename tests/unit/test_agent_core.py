@@ -6,10 +6,9 @@ from unittest.mock import ANY
 
 import pytest
 
-from flashckpt.agent.commit import Reached, abandoned_by
-from flashckpt.agent.core import AgentCore
-from flashckpt.agent.limits import Limits
-from flashckpt.agent.messages import (
+from flashckpt.protocol.commit import Reached, abandoned_by
+from flashckpt.protocol.core import AgentCore
+from flashckpt.protocol.events import (
     Accept,
     Acknowledge,
     Answered,
@@ -23,7 +22,6 @@ from flashckpt.agent.messages import (
     LeaseEnded,
     LinePut,
     Notify,
-    Push,
     Pushed,
     PushEnd,
     PutAsked,
@@ -33,16 +31,30 @@ from flashckpt.agent.messages import (
     Release,
     Reply,
     Rotten,
-    Sealed,
     Send,
+    ShardSealed,
     SlotWanted,
     Started,
+    StartPush,
     Tick,
     Told,
 )
-from flashckpt.line import NOTHING, Ancestor, Line, begun, from_fence
+from flashckpt.protocol.line import NOTHING, Ancestor, Line, begun, from_fence
+from flashckpt.protocol.replicate import Limits
+from flashckpt.protocol.wire import (
+    Announce,
+    Answer,
+    Beat,
+    Envelope,
+    GiveUp,
+    Lost,
+    PutHave,
+    PutOpen,
+    PutRefused,
+    Report,
+    WantBack,
+)
 from flashckpt.types import Generation, Held, Launch, Level, Member, Record, Session, ShardId
-from flashckpt.wire import Announce, Answer, Beat, Envelope, GiveUp, Lost, PutHave, PutOpen, PutRefused, Report, Want
 
 LAUNCH = Launch(epoch=100, nonce=7)
 FENCE = from_fence(step=-1, epoch=100, nonce=7)
@@ -115,7 +127,7 @@ class Nodes:
                 case Send(target, body):
                     answers = self.feed(target, Told(Envelope(node, core.session.launch, core.line, body)), now)
                     self.feed(node, Answered(target, only(Reply, answers)[0].answer), now)
-                case Push(one, target):
+                case StartPush(one, target):
                     if only(Accept, self.feed(target, put(one, node), now)):
                         assert only(Acknowledge, self.feed(target, Received(node, core.session.launch, one), now))
                     self.feed(node, Pushed(one.shard, target, PushEnd.ACKED, digest=one.digest), now)
@@ -124,7 +136,7 @@ class Nodes:
         return effects
 
     def seal(self, step, rank):
-        self.feed(f"n{rank}", Sealed(held(step, rank, self.world)))
+        self.feed(f"n{rank}", ShardSealed(held(step, rank, self.world)))
 
     def steps(self, node):
         return sorted({s.generation.step for s in self.cores[node].held})
@@ -140,7 +152,7 @@ def test_a_slot_is_granted_while_there_are_some():
 def test_a_full_rank_is_busy_and_hears_what_it_waits_for():
     core = agent()
     for step in (1, 2):
-        core.handle(Sealed(held(step)), 0.0)
+        core.handle(ShardSealed(held(step)), 0.0)
     (refusal,) = want(core, 3)
     assert isinstance(refusal, RefuseBusy)
     assert "all 2 slots are needed" in refusal.reason
@@ -150,7 +162,7 @@ def test_a_full_rank_is_busy_and_hears_what_it_waits_for():
 def test_a_request_that_may_wait_is_answered_at_its_deadline():
     core = agent()
     for step in (1, 2):
-        core.handle(Sealed(held(step)), 0.0)
+        core.handle(ShardSealed(held(step)), 0.0)
     assert want(core, 3, may_wait=True, deadline=5.0) == []
     assert not only(RefuseBusy, core.handle(Tick(), 4.9))
     assert only(RefuseBusy, core.handle(Tick(), 5.0)) == [RefuseBusy(1, ANY, in_vain=False)]
@@ -160,14 +172,14 @@ def test_a_request_that_waits_in_vain_is_answered_at_once_and_says_so():
     """Else the trainer asks again until its own deadline."""
     core = agent()
     for step in (1, 2):
-        core.handle(Sealed(held(step)), 0.0)
+        core.handle(ShardSealed(held(step)), 0.0)
     core.handle(Pushed(shard(1), "n1", PushEnd.LATER, reason="[FC-MEM-001] tmpfs can't hold it"), 1.0)
     assert want(core, 3, now=1.0, may_wait=True, deadline=60.0) == []
     assert not only(RefuseBusy, core.handle(Pushed(shard(1), "n1", PushEnd.LATER, reason="[FC-MEM-001]"), 5.9))
     assert only(RefuseBusy, core.handle(Tick(), 6.1)) == [RefuseBusy(1, ANY, in_vain=True)]
     core = agent()
     for step in (1, 2):
-        core.handle(Sealed(held(step)), 0.0)
+        core.handle(ShardSealed(held(step)), 0.0)
     assert want(core, 3, may_wait=True, deadline=60.0) == []
     told(core, "n1", GiveUp(generation(3)))
     (busy,) = want(core, 3, number=2, may_wait=True, deadline=60.0)
@@ -178,7 +190,7 @@ def test_a_request_that_waits_in_vain_is_answered_at_once_and_says_so():
 def test_a_request_that_waits_gets_the_slot_that_a_commit_frees():
     core = agent("n1")
     for step in (1, 2):
-        core.handle(Sealed(held(step, rank=1)), 0.0)
+        core.handle(ShardSealed(held(step, rank=1)), 0.0)
     assert want(core, 3, rank=1, may_wait=True, deadline=9.0) == []
     effects = told(core, "n0", Announce(Record(generation(2), 2, 1, 0.0), ()))
     assert [one.shard.generation.step for one in only(Release, effects)] == [1]
@@ -188,14 +200,14 @@ def test_a_request_that_waits_gets_the_slot_that_a_commit_frees():
 def test_a_shard_that_is_fetched_back_keeps_its_slot():
     core = agent("n1")
     for step in (1, 2):
-        core.handle(Sealed(held(step, rank=1)), 0.0)
+        core.handle(ShardSealed(held(step, rank=1)), 0.0)
     core.handle(Rotten(shard(1, rank=1), "crc"), 1.0)
     assert only(RefuseBusy, want(core, 3, now=1.0, rank=1))
 
 
 def test_a_trainer_that_asks_again_has_ended_with_what_it_was_granted_before():
     core = agent("n1")
-    core.handle(Sealed(held(1, rank=1)), 0.0)
+    core.handle(ShardSealed(held(1, rank=1)), 0.0)
     assert only(Grant, want(core, 2, rank=1))
     effects = want(core, 3, number=2, rank=1)
     assert only(Grant, effects) == [Grant(2)]
@@ -259,7 +271,7 @@ def alone(*mine, lines=(), line=None):
 
 def left_after_a_commit(core):
     for step in (20, 21):
-        core.handle(Sealed(held(step, 0, 1)), 1.0)
+        core.handle(ShardSealed(held(step, 0, 1)), 1.0)
     assert core.threshold.generation == generation(21)
     return {one.generation for one in core.held} - {generation(21)}
 
@@ -318,19 +330,19 @@ def test_two_nodes_that_saved_without_a_load_are_both_believed():
 def test_a_failed_push_is_tried_again_with_growing_pauses():
     core = agent()
     one = held(1)
-    assert [effect.node_id for effect in only(Push, core.handle(Sealed(one), 0.0))] == ["n1"]
+    assert [effect.node_id for effect in only(StartPush, core.handle(ShardSealed(one), 0.0))] == ["n1"]
     now = 0.0
     for pause in (0.1, 0.2, 0.4, 0.4):
         core.handle(Pushed(one.shard, "n1", PushEnd.FAILED, reason="reset"), now)
-        assert not only(Push, core.handle(Tick(), now + pause - 0.01))
+        assert not only(StartPush, core.handle(Tick(), now + pause - 0.01))
         now += pause
-        assert only(Push, core.handle(Tick(), now))
+        assert only(StartPush, core.handle(Tick(), now))
     assert core.backlog()[0][3] == "reset"
 
 
 def test_a_refusal_for_good_ends_a_push_and_a_newer_launch_ends_them_all():
     core = agent()
-    core.handle(Sealed(held(1)), 0.0)
+    core.handle(ShardSealed(held(1)), 0.0)
     core.handle(Pushed(shard(1), "n1", PushEnd.REFUSED, reason="fenced", launch=Launch(200, 1)), 1.0)
     assert core.backlog() == []
     assert core.is_fenced
@@ -381,7 +393,7 @@ def test_as_many_committed_generations_stay_as_were_asked_for(keep, kept):
     assert [g.step for g in coordinator.threshold.keeps] == kept[-2::-1]
     # The next one finds a slot beside them, and the one after it does not before a commit.
     assert only(Grant, want(coordinator, 6))
-    core = coordinator.handle(Sealed(held(6, 0, 3)), 2.0)
+    core = coordinator.handle(ShardSealed(held(6, 0, 3)), 2.0)
     assert not only(Release, core)
     (busy,) = only(RefuseBusy, want(coordinator, 7, number=2))
     assert busy.reason.count("one of those that keep_memory keeps") == keep - 1
@@ -394,14 +406,14 @@ def test_what_was_loaded_is_one_of_those_that_stay():
     core.handle(Begun(session(nodes=1, replicas=0, keep=2)), 0.0)
     core.handle(LinePut(LAUNCH, from_fence(9, LAUNCH.epoch, LAUNCH.nonce), base), 0.0)
     for step, stay in ((10, [9, 10]), (11, [10, 11])):
-        core.handle(Sealed(held(step, 0, 1)), 1.0)
+        core.handle(ShardSealed(held(step, 0, 1)), 1.0)
         assert sorted(s.generation.step for s in core.held) == stay
 
 
 def test_who_missed_a_record_learns_from_the_next_that_it_was_there():
     core = agent("n1", keep=2)
     for step in (1, 2, 3):
-        core.handle(Sealed(held(step, 1)), 1.0)
+        core.handle(ShardSealed(held(step, 1)), 1.0)
     record = Record(generation(3), 2, 1, 0.0, (generation(2),))
     effects = told(core, "n0", Announce(record, ()))
     told_of = [(effect.generation.step, effect.level) for effect in only(Notify, effects)]
@@ -422,7 +434,7 @@ def test_a_line_takes_what_a_record_kept():
 
 def test_the_record_is_durable_before_anybody_hears_of_it():
     core = agent(nodes=2, replicas=0)
-    core.handle(Sealed(held(1)), 0.0)
+    core.handle(ShardSealed(held(1)), 0.0)
     effects = told(core, "n1", Report(shard(1, rank=1), b"d" * 16, ()))
     kinds = [type(effect) for effect in effects]
     assert kinds.index(KeepRecord) < kinds.index(Send)
@@ -439,7 +451,7 @@ def test_a_report_of_too_few_holders_takes_an_earlier_one_back():
 def test_members_report_to_a_restarted_coordinator_again():
     member = agent("n1")
     one = held(1, rank=1)
-    member.handle(Sealed(one), 0.0)
+    member.handle(ShardSealed(one), 0.0)
     acked(member, one, "n0")
     (report,) = [body for node, body in sent(member.handle(Tick(), 2.0), Report) if node == "n0"]
     assert report.holders == ("n0",)
@@ -454,7 +466,7 @@ def test_a_launch_that_stepped_back_keeps_its_records_beside_higher_ones_of_the_
     core = AgentCore("n0", LIMITS)
     core.handle(Started((), (), old, None), 0.0)
     core.handle(Begun(session(nodes=1)), 0.0)
-    core.handle(Sealed(held(1, world=1)), 1.0)
+    core.handle(ShardSealed(held(1, world=1)), 1.0)
     assert core.threshold.generation == generation(1)
 
 
@@ -490,7 +502,7 @@ def test_giving_up_is_repeated_until_the_coordinator_knows_or_a_commit_has_overt
 
 def test_a_rank_that_went_on_without_a_generation_voids_it():
     core = agent()
-    core.handle(Sealed(held(1)), 0.0)
+    core.handle(ShardSealed(held(1)), 0.0)
     told(core, "n1", Report(shard(2, rank=1), b"d" * 16, ()))
     assert generation(1) in core.voids
     assert "rank 1 went on to step 2 without it" in core.voids[generation(1)]
@@ -500,7 +512,7 @@ def test_a_rank_that_went_on_without_a_generation_voids_it():
 def test_own_shards_go_before_replicas():
     core = agent()
     core.handle(Received("n1", LAUNCH, held(1, rank=1)), 0.0)
-    core.handle(Sealed(held(1)), 0.0)
+    core.handle(ShardSealed(held(1)), 0.0)
     effects = told(core, "n1", GiveUp(generation(1)))
     assert [one.shard.rank for one in only(Release, effects)] == [0, 1]
     kinds = [type(effect) for effect in effects]
@@ -512,10 +524,10 @@ def test_own_shards_go_before_replicas():
 
 def test_a_lost_replica_is_pushed_again_and_not_reported_meanwhile():
     core, one = agent("n1"), held(1, rank=1)
-    core.handle(Sealed(one), 0.0)
+    core.handle(ShardSealed(one), 0.0)
     acked(core, one, "n0")
     effects = told(core, "n0", Lost(one.shard), 2.0)
-    assert only(Push, effects) == [Push(one, "n0")]
+    assert only(StartPush, effects) == [StartPush(one, "n0")]
     assert sent(effects, Report) == [("n0", Report(one.shard, one.digest, ()))]
 
 
@@ -533,7 +545,7 @@ def test_an_owner_fetches_its_bad_copy_back_even_if_it_forgot_who_has_it():
     core, one = AgentCore("n1", LIMITS), held(1, rank=1)
     core.handle(Started((one, held(1)), (FENCE,), (), session()), 0.0)
     effects = core.handle(Rotten(one.shard, "crc"), 1.0)
-    assert ("n0", Want(one.shard, one.digest)) in sent(effects)
+    assert ("n0", WantBack(one.shard, one.digest)) in sent(effects)
     assert ("n0", Lost(one.shard)) in sent(effects)
     assert not only(Release, effects)  # of others' replicas: the generation may be committed
     assert core.handle(put(one), 2.0) == [Accept()]
@@ -543,9 +555,9 @@ def test_an_owner_fetches_its_bad_copy_back_even_if_it_forgot_who_has_it():
 
 def test_who_has_nothing_to_give_back_says_so_and_the_coordinator_decides():
     holder, one = agent("n0"), held(1, rank=1)
-    assert ("n1", Lost(one.shard)) in sent(told(holder, "n1", Want(one.shard, one.digest)))
+    assert ("n1", Lost(one.shard)) in sent(told(holder, "n1", WantBack(one.shard, one.digest)))
     owner = agent("n1")
-    owner.handle(Sealed(one), 0.0)
+    owner.handle(ShardSealed(one), 0.0)
     owner.handle(Gone(one.shard), 1.0)
     effects = told(owner, "n0", Lost(one.shard), 2.0)
     assert sent(effects) == [("n0", GiveUp(generation(1)))]

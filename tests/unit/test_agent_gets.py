@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flashckpt.agent.messages import (
+from flashckpt.protocol.events import (
     Acknowledge,
     Begun,
     DeclineGet,
@@ -15,9 +15,9 @@ from flashckpt.agent.messages import (
     Serve,
     Started,
 )
-from flashckpt.line import from_fence
+from flashckpt.protocol.line import from_fence
+from flashckpt.protocol.wire import GetOpen
 from flashckpt.types import ChunkRange, Launch
-from flashckpt.wire import GetOpen
 from tests.unit.test_agent_core import LAUNCH, agent, held, only, session, shard
 
 OLD = Launch(90, 3)

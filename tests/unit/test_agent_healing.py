@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from flashckpt.agent.core import AgentCore
-from flashckpt.agent.limits import Limits
-from flashckpt.agent.messages import (
+from flashckpt.agent.spare import missing_slots, why_no_room
+from flashckpt.agent.status import describe_peers
+from flashckpt.protocol.core import AgentCore
+from flashckpt.protocol.events import (
     Accept,
     Acknowledge,
     Answered,
@@ -16,28 +17,27 @@ from flashckpt.agent.messages import (
     Decline,
     KeepSession,
     LinePut,
-    Push,
     Pushed,
     PushEnd,
     PutAsked,
     Received,
     Reply,
     Rotten,
-    Sealed,
     Send,
+    ShardSealed,
     Started,
+    StartPush,
     Tick,
     Told,
     Unreachable,
 )
-from flashckpt.agent.spare import missing_slots, why_no_room
-from flashckpt.agent.status import describe_peers
-from flashckpt.agent.survival import survival, words
-from flashckpt.line import from_fence
-from flashckpt.placement import place
+from flashckpt.protocol.line import from_fence
+from flashckpt.protocol.placement import place
+from flashckpt.protocol.replicate import Limits
+from flashckpt.protocol.survival import survival, words
+from flashckpt.protocol.wire import Answer, CopyOrder, Envelope, Holds, PutHave, PutOpen, PutRefused
 from flashckpt.store.room import Room
 from flashckpt.types import Generation, Held, Launch, Member, Record, Session, ShardId
-from flashckpt.wire import Answer, Copy, Envelope, Holds, PutHave, PutOpen, PutRefused
 
 OLD, NEW = Launch(100, 7), Launch(200, 8)
 LIMITS = Limits(beat=1.0, retry_first=0.1, retry_most=0.4, peer_timeout=10.0)
@@ -85,7 +85,7 @@ class Cluster:
                     answers = self.feed(target, Told(Envelope(node, core.session.launch, core.line, body)))
                     reply = next(one for one in answers if isinstance(one, Reply))
                     self.feed(node, Answered(target, reply.answer))
-                case Push(one, target, heals):
+                case StartPush(one, target, heals):
                     self.feed(node, self.push(node, one, target, heals))
         return effects
 
@@ -116,7 +116,7 @@ class Cluster:
     def save(self, step):
         generation = Generation(NEW.epoch, NEW.nonce, step, 1)
         for rank, node in enumerate(self.cores):
-            self.feed(node, Sealed(held(generation, rank, self.session.world)))
+            self.feed(node, ShardSealed(held(generation, rank, self.session.world)))
         return generation
 
     def copies(self, generation):
@@ -317,7 +317,7 @@ def announce(core, rank, digest=None, now=0.5, node="n0"):
     """The healer tells of a copy that will come to this node, or that this node has to make."""
     told = Cluster(3, base=BASE, holdings={"n0": [0, 1, 2], "n1": [], "n2": []})
     told.run(2)
-    copy = Copy(rank, "n2", core.node_id, digest or b"%16d" % rank)
+    copy = CopyOrder(rank, "n2", core.node_id, digest or b"%16d" % rank)
     answer = Answer(NEW, FENCE, None, (), base=BASE, health=told.health("n0"), copies=(copy,))
     core.handle(Answered(node, answer), now)
 
@@ -444,14 +444,14 @@ def test_a_copy_is_made_only_of_what_this_node_has_and_for_a_member():
     health = cluster.health("n0")
     digests = [b"%16d" % rank for rank in range(2)]
     copies = (
-        Copy(0, "n1", "n0", digests[0]),
-        Copy(0, "n1", "n2", b"other bytes 1234"),
-        Copy(1, "n1", "n0", digests[1]),
-        Copy(0, "n2", "n0", digests[0]),
-        Copy(0, "n1", "stranger", digests[0]),
+        CopyOrder(0, "n1", "n0", digests[0]),
+        CopyOrder(0, "n1", "n2", b"other bytes 1234"),
+        CopyOrder(1, "n1", "n0", digests[1]),
+        CopyOrder(0, "n2", "n0", digests[0]),
+        CopyOrder(0, "n1", "stranger", digests[0]),
     )
     effects = core.handle(Answered("n0", Answer(NEW, FENCE, None, (), base=BASE, health=health, copies=copies)), 2.0)
-    assert [(e.held.shard.rank, e.node_id) for e in effects if isinstance(e, Push)] == [(0, "n0")]
+    assert [(e.held.shard.rank, e.node_id) for e in effects if isinstance(e, StartPush)] == [(0, "n0")]
 
 
 # --- words

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from flashckpt.agent.session import decode_base, decode_session, encode_session
 from flashckpt.errors import CorruptShardError
+from flashckpt.protocol.session import decode_base, decode_session, encode_session
 from flashckpt.types import Generation, Launch, Member, Session
 
 SESSION = Session(Launch(100, 7), 2, (Member("a", "10.0.0.1:1", "east", (0, 1)),), 1, "ring", 2)

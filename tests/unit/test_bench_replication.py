@@ -21,13 +21,13 @@ from bench.run import turn
 from bench.samples import Samples
 from bench.sections import Options, plan_sections
 from bench.slowdown import Loop
-from flashckpt.credentials import Bundle
-from flashckpt.lanes.policy import LanePolicy
-from flashckpt.rpc.lane_ends import LaneClient
-from flashckpt.rpc.send import Push
+from flashckpt.move.transports.grpc.send import Push
+from flashckpt.move.transports.tcp.ends import LaneClient
+from flashckpt.move.transports.tcp.policy import LanePolicy
+from flashckpt.protocol.wire import PutOpen
+from flashckpt.rpc.credentials import Bundle
 from flashckpt.types import Generation, Launch, ShardId
 from flashckpt.v1 import peer_pb2
-from flashckpt.wire import PutOpen
 
 OPTIONS = Options(size_bytes=1 << 30, rounds=3, first_rounds=2, small_tensors=100, loop=Loop(3.0, 2))
 MACHINE = Machine("cpu", 2, 1 << 34, "6.1", "3.11", "2.13", "never", "never", "sse42", True, "abc")
@@ -137,7 +137,7 @@ def test_the_time_of_a_push_is_found_in_the_log_of_an_agent(tmp_path, caplog) ->
     push = Push(opening, OneChunk(), "node1", None, no_lanes)
     sealed = peer_pb2.PutResponse(sealed=peer_pb2.PutSealed(digest=opening.digest)).SerializeToString()
     ready = peer_pb2.PutResponse(ready=peer_pb2.PutReady(next_head_offset=0, next_chunk=0)).SerializeToString()
-    with caplog.at_level(logging.DEBUG, "flashckpt.rpc.send"):
+    with caplog.at_level(logging.DEBUG, "flashckpt.move.transports.grpc.send"):
         push.follow([ready, sealed], Nobody(), 1.0, 1.0, None)
     (tmp_path / "job").mkdir()
     (tmp_path / "job" / "agent.log").write_text(caplog.text)

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 
 from flashckpt.errors import AmbiguousHistoryError
-from flashckpt.line import from_fence
 from flashckpt.load.choose import choose, explain
 from flashckpt.load.inventory import encode, merge
+from flashckpt.protocol.line import from_fence
 from flashckpt.types import Generation, Held, Holding, Launch, Level, Member, NodeInventory, Session, ShardId
 
 

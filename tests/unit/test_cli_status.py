@@ -9,21 +9,21 @@ import time
 import pytest
 from click.testing import CliRunner
 
-from flashckpt.agent.core import AgentCore
 from flashckpt.agent.lock import AgentLock, Holder
-from flashckpt.agent.messages import Pushed, PushEnd, Started, Tick, Told
 from flashckpt.agent.process import Options
-from flashckpt.agent.session import encode_session
-from flashckpt.agent.start import Seen
+from flashckpt.agent.start import SeenAgent
 from flashckpt.agent.status import describe
 from flashckpt.cli import ls, status
 from flashckpt.cli.memory import view
-from flashckpt.line import from_fence
+from flashckpt.protocol.core import AgentCore
+from flashckpt.protocol.events import Pushed, PushEnd, Started, Tick, Told
+from flashckpt.protocol.line import from_fence
+from flashckpt.protocol.session import encode_session
+from flashckpt.protocol.wire import Envelope, Holds
 from flashckpt.store.directory import open_directory
 from flashckpt.store.owner import Owner
 from flashckpt.store.slots import SlotStore
 from flashckpt.types import Generation, Held, Launch, Member, Record, Session, ShardId
-from flashckpt.wire import Envelope, Holds
 
 JOB = "run1"
 LAUNCH = Launch(epoch=100, nonce=7)
@@ -161,7 +161,7 @@ def seen_by(core, store, now):
         flushed_bytes=0,
     )
     holder = Holder(Owner.current(), "9.9", JOB, time.time() - 300)
-    return Seen(holder, json.loads(json.dumps(said)), "", "/log")
+    return SeenAgent(holder, json.loads(json.dumps(said)), "", "/log")
 
 
 def test_status_with_the_agents_word(store, capsys):

@@ -21,7 +21,8 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashckpt.credentials import (
+from flashckpt.errors import ConfigError, DeniedError, FlashError, InternalError
+from flashckpt.rpc.credentials import (
     DNS_NAME,
     Authority,
     Bundle,
@@ -31,7 +32,6 @@ from flashckpt.credentials import (
     load_operator_bundle,
     make_request,
 )
-from flashckpt.errors import ConfigError, DeniedError, FlashError, InternalError
 
 EXPIRED = timedelta(hours=-1)  # certificates begin a day early, so this one was valid until an hour ago
 
@@ -511,6 +511,6 @@ def test_no_error_about_a_key_file_shows_the_key(files, bundle):
 
 def test_the_module_alone_imports_nothing_heavy():
     heavy = {"cryptography", "grpc", "numpy", "torch"}
-    code = f"import sys, flashckpt.credentials; print(sorted({heavy} & set(sys.modules)))"
+    code = f"import sys, flashckpt.rpc.credentials; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"

@@ -14,12 +14,12 @@ from click.testing import CliRunner
 from flashckpt import __version__
 from flashckpt.cli.entry import group
 from flashckpt.config import CheckpointConfig, resolve
-from flashckpt.credentials import Authority, make_request
 from flashckpt.doctor.disk import DiskFacts, judge_disk, look_at_disk
-from flashckpt.doctor.finding import State, fail, ok, warn, worst
+from flashckpt.doctor.finding import Grade, fail, ok, warn, worst
 from flashckpt.doctor.host import HostFacts, judge_host, look_at_host
-from flashckpt.doctor.memory import MemoryFacts, Wish, judge_memory, look_at_memory
+from flashckpt.doctor.memory import MemoryFacts, MemoryWish, judge_memory, look_at_memory
 from flashckpt.doctor.network import AgentFacts, NetworkFacts, judge_network, look_at_network
+from flashckpt.rpc.credentials import Authority, make_request
 from flashckpt.store.room import CgroupRoom, Room
 
 GIB = 1 << 30
@@ -56,8 +56,8 @@ def only(findings, check):
 
 
 def test_a_node_that_is_well():
-    found = list(judge_memory(memory(), Wish(10 * GIB)))
-    assert {one.state for one in found} == {State.OK}
+    found = list(judge_memory(memory(), MemoryWish(10 * GIB)))
+    assert {one.state for one in found} == {Grade.OK}
     assert all(not one.advice for one in found)
     assert only(found, "memory.room").found.startswith("4 times 10 GiB (keep_memory 1, replicas 1): needs 40 GiB")
 
@@ -65,49 +65,49 @@ def test_a_node_that_is_well():
 @pytest.mark.parametrize(
     ("changes", "check", "state", "said"),
     [
-        ({"problem": "/x: No such device"}, "memory.directory", State.FAIL, "No such device"),
-        ({"fs_type": "ext4"}, "memory.directory", State.FAIL, "is on ext4"),
-        ({"uid": 7}, "memory.access", State.FAIL, "belongs to uid 7"),
-        ({"mode": 0o755}, "memory.access", State.FAIL, "mode 0755"),
-        ({"exists": False}, "memory.access", State.OK, "not there yet"),
-        ({"exists": False, "may_create": False}, "memory.access", State.FAIL, "may not make it"),
-        ({"huge_page_bytes": 0}, "memory.huge_pages", State.WARN, "many times slower"),
-        ({"swap_total_bytes": GIB}, "memory.swap", State.WARN, "1 GiB of swap"),
-        ({"swap_total_bytes": GIB, "options": ("rw", "noswap")}, "memory.swap", State.OK, "noswap"),
-        ({"removes_ipc": True, "euid": 1000, "uid": 1000}, "memory.cleaner", State.WARN, "RemoveIPC"),
-        ({"removes_ipc": True, "euid": 1000, "uid": 1000, "path": "/mnt/x"}, "memory.cleaner", State.OK, ""),
-        ({"room": room(fs_free_bytes=30 * GIB)}, "memory.room", State.FAIL, "tmpfs can't hold it"),
+        ({"problem": "/x: No such device"}, "memory.directory", Grade.FAIL, "No such device"),
+        ({"fs_type": "ext4"}, "memory.directory", Grade.FAIL, "is on ext4"),
+        ({"uid": 7}, "memory.access", Grade.FAIL, "belongs to uid 7"),
+        ({"mode": 0o755}, "memory.access", Grade.FAIL, "mode 0755"),
+        ({"exists": False}, "memory.access", Grade.OK, "not there yet"),
+        ({"exists": False, "may_create": False}, "memory.access", Grade.FAIL, "may not make it"),
+        ({"huge_page_bytes": 0}, "memory.huge_pages", Grade.WARN, "many times slower"),
+        ({"swap_total_bytes": GIB}, "memory.swap", Grade.WARN, "1 GiB of swap"),
+        ({"swap_total_bytes": GIB, "options": ("rw", "noswap")}, "memory.swap", Grade.OK, "noswap"),
+        ({"removes_ipc": True, "euid": 1000, "uid": 1000}, "memory.cleaner", Grade.WARN, "RemoveIPC"),
+        ({"removes_ipc": True, "euid": 1000, "uid": 1000, "path": "/mnt/x"}, "memory.cleaner", Grade.OK, ""),
+        ({"room": room(fs_free_bytes=30 * GIB)}, "memory.room", Grade.FAIL, "tmpfs can't hold it"),
         (
             {"room": room(fs_free_bytes=30 * GIB), "held_bytes": 20 * GIB},
             "memory.room",
-            State.OK,
+            Grade.OK,
             "20 GiB of it",
         ),
-        ({"room": room(memory_available_bytes=40 * GIB)}, "memory.room", State.FAIL, "the machine's memory"),
-        ({"room": room(cgroup=CgroupRoom("/c", 100 * GIB, 70 * GIB))}, "memory.room", State.FAIL, "memory cgroup"),
-        ({"room": room(cgroup=CgroupRoom("/c", 100 * GIB, 7 * GIB))}, "memory.cgroup", State.OK, "7 GiB of 100 GiB"),
+        ({"room": room(memory_available_bytes=40 * GIB)}, "memory.room", Grade.FAIL, "the machine's memory"),
+        ({"room": room(cgroup=CgroupRoom("/c", 100 * GIB, 70 * GIB))}, "memory.room", Grade.FAIL, "memory cgroup"),
+        ({"room": room(cgroup=CgroupRoom("/c", 100 * GIB, 7 * GIB))}, "memory.cgroup", Grade.OK, "7 GiB of 100 GiB"),
         (
             {"room": room(cgroup=CgroupRoom("/c", 50 * GIB, 1 * GIB))},
             "memory.cgroup",
-            State.WARN,
+            Grade.WARN,
             "more than the limit",
         ),
     ],
 )
 def test_memory(changes, check, state, said):
-    found = only(judge_memory(memory(**changes), Wish(10 * GIB)), check)
+    found = only(judge_memory(memory(**changes), MemoryWish(10 * GIB)), check)
     assert (found.state, said in found.found) == (state, True), found
-    assert bool(found.advice) == (state is not State.OK)
+    assert bool(found.advice) == (state is not Grade.OK)
 
 
 @pytest.mark.parametrize(
     ("wish", "copies"),
     [
-        (Wish(1), 4),
-        (Wish(1, replicas=0), 2),
-        (Wish(1, keep_memory=3), 8),
-        (Wish(1, replicas=2), 6),
-        (Wish(1, persists=True), 6),
+        (MemoryWish(1), 4),
+        (MemoryWish(1, replicas=0), 2),
+        (MemoryWish(1, keep_memory=3), 8),
+        (MemoryWish(1, replicas=2), 6),
+        (MemoryWish(1, persists=True), 6),
     ],
 )
 def test_how_often_the_state_lies_here(wish, copies):
@@ -115,8 +115,8 @@ def test_how_often_the_state_lies_here(wish, copies):
 
 
 def test_without_a_size_the_room_is_told_and_the_size_asked_for():
-    found = only(judge_memory(memory(), Wish()), "memory.room")
-    assert found.state is State.WARN
+    found = only(judge_memory(memory(), MemoryWish()), "memory.room")
+    assert found.state is Grade.WARN
     assert "60 GiB free" in found.found
     assert "--size" in found.advice
 
@@ -142,33 +142,33 @@ def host(**changes):
 
 
 def test_a_host_that_is_well():
-    assert {one.state for one in judge_host(host())} == {State.OK}
+    assert {one.state for one in judge_host(host())} == {Grade.OK}
 
 
 @pytest.mark.parametrize(
     ("changes", "check", "state"),
     [
-        ({"fd_soft": 256, "fd_hard": 512}, "host.descriptors", State.FAIL),
-        ({"fd_soft": 1024}, "host.descriptors", State.WARN),
-        ({"fd_soft": resource.RLIM_INFINITY, "fd_hard": resource.RLIM_INFINITY}, "host.descriptors", State.OK),
-        ({"wall_seconds": 0.0}, "host.clock", State.FAIL),
-        ({"synchronised": False}, "host.clock", State.WARN),
-        ({"synchronised": None}, "host.clock", State.OK),
-        ({"native": False}, "host.native", State.FAIL),
-        ({"torch": None}, "host.torch", State.WARN),
-        ({"torch": "2.6.1"}, "host.torch", State.FAIL),
-        ({"torch": "2.10.0"}, "host.torch", State.OK),
-        ({"environ": {}}, "host.torchrun", State.WARN),
-        ({"environ": {"TORCHELASTIC_MAX_RESTARTS": "3"}}, "host.torchrun", State.WARN),
-        ({"environ": {"TORCHELASTIC_MAX_RESTARTS": "0"}}, "host.torchrun", State.OK),
-        ({"environ": {"FLASHCKPT_DISABLE": "1"}}, "host.disabled", State.FAIL),
-        ({"environ": {"GRPC_ENABLE_FORK_SUPPORT": "true"}}, "host.fork", State.WARN),
+        ({"fd_soft": 256, "fd_hard": 512}, "host.descriptors", Grade.FAIL),
+        ({"fd_soft": 1024}, "host.descriptors", Grade.WARN),
+        ({"fd_soft": resource.RLIM_INFINITY, "fd_hard": resource.RLIM_INFINITY}, "host.descriptors", Grade.OK),
+        ({"wall_seconds": 0.0}, "host.clock", Grade.FAIL),
+        ({"synchronised": False}, "host.clock", Grade.WARN),
+        ({"synchronised": None}, "host.clock", Grade.OK),
+        ({"native": False}, "host.native", Grade.FAIL),
+        ({"torch": None}, "host.torch", Grade.WARN),
+        ({"torch": "2.6.1"}, "host.torch", Grade.FAIL),
+        ({"torch": "2.10.0"}, "host.torch", Grade.OK),
+        ({"environ": {}}, "host.torchrun", Grade.WARN),
+        ({"environ": {"TORCHELASTIC_MAX_RESTARTS": "3"}}, "host.torchrun", Grade.WARN),
+        ({"environ": {"TORCHELASTIC_MAX_RESTARTS": "0"}}, "host.torchrun", Grade.OK),
+        ({"environ": {"FLASHCKPT_DISABLE": "1"}}, "host.disabled", Grade.FAIL),
+        ({"environ": {"GRPC_ENABLE_FORK_SUPPORT": "true"}}, "host.fork", Grade.WARN),
     ],
 )
 def test_host(changes, check, state):
     found = only(judge_host(host(**changes)), check)
     assert found.state is state, found
-    assert bool(found.advice) == (state is not State.OK)
+    assert bool(found.advice) == (state is not Grade.OK)
 
 
 # --- agent and network
@@ -206,9 +206,9 @@ def network(agent=None, **changes):
 
 def test_a_network_that_is_well():
     found = list(judge_network(network()))
-    assert {one.state for one in found} == {State.OK}
+    assert {one.state for one in found} == {Grade.OK}
     assert only(found, "network.peers").found == "all 1 other nodes answer"
-    assert {one.state for one in judge_network(network(AgentFacts(False)))} == {State.OK}
+    assert {one.state for one in judge_network(network(AgentFacts(False)))} == {Grade.OK}
 
 
 DOWN = {"node": "b", "address": "x:1", "state": "down", "silent_seconds": 12.0, "problem": "refused"}
@@ -217,42 +217,42 @@ DOWN = {"node": "b", "address": "x:1", "state": "down", "silent_seconds": 12.0, 
 @pytest.mark.parametrize(
     ("facts", "check", "state", "said"),
     [
-        (network(AgentFacts(False, problem="not ours")), "agent.runs", State.FAIL, "not ours"),
+        (network(AgentFacts(False, problem="not ours")), "agent.runs", Grade.FAIL, "not ours"),
         (
             network(AgentFacts(True, __version__, None, "deadline")),
             "agent.runs",
-            State.FAIL,
+            Grade.FAIL,
             "answer: deadline",
         ),
-        (network(AgentFacts(True, "0.0.1", status())), "agent.version", State.FAIL, "it is 0.0.1"),
-        (network(AgentFacts(True, __version__, status(fenced=True))), "agent.launch", State.WARN, "taken over"),
+        (network(AgentFacts(True, "0.0.1", status())), "agent.version", Grade.FAIL, "it is 0.0.1"),
+        (network(AgentFacts(True, __version__, status(fenced=True))), "agent.launch", Grade.WARN, "taken over"),
         (
             network(AgentFacts(True, __version__, status(persist={"problem": "disk full"}))),
             "agent.flush",
-            State.WARN,
+            Grade.WARN,
             "disk full",
         ),
-        (network(AgentFacts(True, __version__, status(peers=[DOWN]))), "network.peers", State.WARN, "down for 12 s"),
-        (network(unreachable={"b": "timed out"}), "network.peers", State.FAIL, "b at 10.0.0.2:7000: timed out"),
+        (network(AgentFacts(True, __version__, status(peers=[DOWN]))), "network.peers", Grade.WARN, "down for 12 s"),
+        (network(unreachable={"b": "timed out"}), "network.peers", Grade.FAIL, "b at 10.0.0.2:7000: timed out"),
         (
             network(AgentFacts(True, __version__, status(replicas={"asked": 2, "effective": 1}))),
             "network.replicas",
-            State.WARN,
+            Grade.WARN,
             "1 of 2 copies",
         ),
-        (network(host=None, host_problem="none but loopback"), "network.address", State.WARN, "none but"),
-        (network(host="127.0.0.1"), "network.address", State.WARN, "loopback"),
-        (network(port=7000, port_problem="in use"), "network.port", State.FAIL, "port 7000: in use"),
-        (network(port=7000), "network.port", State.OK, "port 7000"),
-        (network(tls_problem="/k: mode 0644"), "network.certificates", State.FAIL, "mode 0644"),
-        (network(tls=("c", "k", "ca"), tls_days=3.0), "network.certificates", State.WARN, "3 more days"),
-        (network(tls=("c", "k", "ca"), tls_days=300.0), "network.certificates", State.OK, "300 more days"),
+        (network(host=None, host_problem="none but loopback"), "network.address", Grade.WARN, "none but"),
+        (network(host="127.0.0.1"), "network.address", Grade.WARN, "loopback"),
+        (network(port=7000, port_problem="in use"), "network.port", Grade.FAIL, "port 7000: in use"),
+        (network(port=7000), "network.port", Grade.OK, "port 7000"),
+        (network(tls_problem="/k: mode 0644"), "network.certificates", Grade.FAIL, "mode 0644"),
+        (network(tls=("c", "k", "ca"), tls_days=3.0), "network.certificates", Grade.WARN, "3 more days"),
+        (network(tls=("c", "k", "ca"), tls_days=300.0), "network.certificates", Grade.OK, "300 more days"),
     ],
 )
 def test_network(facts, check, state, said):
     found = only(judge_network(facts), check)
     assert (found.state, said in found.found) == (state, True), found
-    assert bool(found.advice) == (state is not State.OK)
+    assert bool(found.advice) == (state is not Grade.OK)
 
 
 def settings_of(memory_dir, **environ):
@@ -295,23 +295,23 @@ def test_certificates_of_the_operators(memory_dir, tmp_path):
 @pytest.mark.parametrize(
     ("facts", "size", "check", "state"),
     [
-        (None, None, "persist.directory", State.WARN),
-        (DiskFacts("/p", problem="denied"), None, "persist.directory", State.FAIL),
-        (DiskFacts("/p", fs_type="ext4"), None, "persist.directory", State.OK),
-        (DiskFacts("/p", fs_type="tmpfs"), None, "persist.directory", State.FAIL),
-        (DiskFacts("/p", fs_type="nfs4", same_as_memory=True), None, "persist.directory", State.FAIL),
-        (DiskFacts("s3://b/p"), 5, "persist.directory", State.OK),
-        (DiskFacts("/p", exists=False, free_bytes=1), None, "persist.directory", State.OK),
-        (DiskFacts("/p", fs_type="ext4", write_seconds=9.0), None, "persist.speed", State.WARN),
-        (DiskFacts("/p", fs_type="ext4", free_bytes=29), 10, "persist.room", State.WARN),
-        (DiskFacts("/p", fs_type="ext4", free_bytes=9), 10, "persist.room", State.FAIL),
-        (DiskFacts("/p", fs_type="ext4", free_bytes=30), 10, "persist.room", State.OK),
+        (None, None, "persist.directory", Grade.WARN),
+        (DiskFacts("/p", problem="denied"), None, "persist.directory", Grade.FAIL),
+        (DiskFacts("/p", fs_type="ext4"), None, "persist.directory", Grade.OK),
+        (DiskFacts("/p", fs_type="tmpfs"), None, "persist.directory", Grade.FAIL),
+        (DiskFacts("/p", fs_type="nfs4", same_as_memory=True), None, "persist.directory", Grade.FAIL),
+        (DiskFacts("s3://b/p"), 5, "persist.directory", Grade.OK),
+        (DiskFacts("/p", exists=False, free_bytes=1), None, "persist.directory", Grade.OK),
+        (DiskFacts("/p", fs_type="ext4", write_seconds=9.0), None, "persist.speed", Grade.WARN),
+        (DiskFacts("/p", fs_type="ext4", free_bytes=29), 10, "persist.room", Grade.WARN),
+        (DiskFacts("/p", fs_type="ext4", free_bytes=9), 10, "persist.room", Grade.FAIL),
+        (DiskFacts("/p", fs_type="ext4", free_bytes=30), 10, "persist.room", Grade.OK),
     ],
 )
 def test_disk(facts, size, check, state):
     found = only(judge_disk(facts, size, 2), check)
     assert found.state is state, found
-    assert bool(found.advice) == (state is not State.OK)
+    assert bool(found.advice) == (state is not Grade.OK)
 
 
 def test_a_look_at_a_directory_leaves_nothing(tmp_path, memory_dir):
@@ -371,5 +371,5 @@ def test_a_look_at_this_host_and_its_memory(memory_dir):
         look_at_memory(str(memory_dir / "a" / "b") if hasattr(memory_dir, "parent") else f"{memory_dir}/a/b").exists
         is False
     )
-    assert worst([ok("a", ""), warn("b", "", "x")]) is State.WARN
-    assert worst([fail("a", "", "x"), warn("b", "", "x")]) is State.FAIL
+    assert worst([ok("a", ""), warn("b", "", "x")]) is Grade.WARN
+    assert worst([fail("a", "", "x"), warn("b", "", "x")]) is Grade.FAIL

@@ -20,7 +20,7 @@ from flashckpt import CheckpointConfig, CheckpointManager
 from flashckpt.agent.start import stop_agent
 from flashckpt.cli.entry import group
 from flashckpt.persist.flush import flush
-from flashckpt.persist.spec import FlushSpec
+from flashckpt.protocol.flush_spec import FlushSpec
 from flashckpt.training.policy import power2_window
 from flashckpt.types import PersistSettings
 

@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from flashckpt.agent.core import AgentCore
-from flashckpt.agent.flush_policy import choose, retry_delay, who_orders, writers
-from flashckpt.agent.limits import Limits
-from flashckpt.agent.messages import (
+from flashckpt.persist.retain import KeepRules, Lying, removable
+from flashckpt.protocol.core import AgentCore
+from flashckpt.protocol.events import (
     Answered,
     Begun,
     FlushEnded,
@@ -19,18 +18,20 @@ from flashckpt.agent.messages import (
     Notify,
     NotifyFlushFailed,
     Release,
-    Sealed,
     Send,
+    ShardSealed,
     StartFlush,
     StopFlush,
     Tick,
     Told,
 )
-from flashckpt.agent.session import decode_session, encode_session
-from flashckpt.persist.retain import KeepRules, Lying, removable
-from flashckpt.placement import place
+from flashckpt.protocol.flush import choose, retry_delay, writers
+from flashckpt.protocol.members import who_orders
+from flashckpt.protocol.placement import place
+from flashckpt.protocol.replicate import Limits
+from flashckpt.protocol.session import decode_session, encode_session
+from flashckpt.protocol.wire import Announce, Answer, Beat, Envelope, FlushFailure, FlushOrder, Persist
 from flashckpt.types import Generation, Held, Launch, Level, Member, PersistSettings, Record, Session, ShardId
-from flashckpt.wire import Announce, Answer, Beat, Envelope, FlushFailure, FlushOrder, Persist
 
 LAUNCH = Launch(5, 77)
 
@@ -123,7 +124,7 @@ class Node:
     def save(self, step):
         for rank in self.session.members[0].ranks:
             shard = ShardId(gen(step), rank, self.session.world)
-            self.feed(Sealed(Held(shard, bytes(16), 1, 0)))
+            self.feed(ShardSealed(Held(shard, bytes(16), 1, 0)))
         return self.out
 
     def of(self, kind):
@@ -174,7 +175,7 @@ def test_a_failure_is_waited_out_and_the_newest_tried():
 def test_what_is_asked_for_before_it_is_committed_is_flushed_then():
     node = Node(session_of(2, 1, 1))
     shard = ShardId(gen(1), 0, 2)
-    node.feed(Sealed(Held(shard, bytes(16), 1, 0)))
+    node.feed(ShardSealed(Held(shard, bytes(16), 1, 0)))
     node.feed(FlushWanted(gen(1), "asked"))
     assert not node.of(StartFlush)
     assert node.core.flushing.is_busy
@@ -206,7 +207,7 @@ def told(node, body, sender="n0"):
 def test_other_nodes_do_their_part_while_the_order_stands():
     node = Node(session_of(2, 1, 1), "n1")
     shard = ShardId(gen(3), 1, 2)
-    node.feed(Sealed(Held(shard, bytes(16), 1, 0)))
+    node.feed(ShardSealed(Held(shard, bytes(16), 1, 0)))
     order = FlushOrder(gen(3), 9, "every 3 steps", ())
     told(node, Announce(None, (), order))
     (started,) = node.of(StartFlush)
@@ -264,7 +265,7 @@ def test_a_failure_is_told_to_the_trainers_of_all_nodes():
 
 def test_a_node_whose_part_fails_says_so_until_the_order_is_gone():
     node = Node(session_of(2, 1, 1), "n1")
-    node.feed(Sealed(Held(ShardId(gen(3), 1, 2), bytes(16), 1, 0)))
+    node.feed(ShardSealed(Held(ShardId(gen(3), 1, 2), bytes(16), 1, 0)))
     told(node, Announce(None, (), FlushOrder(gen(3), 9, "asked", ())))
     assert node.of(StartFlush)
     failure = FlushFailure(gen(3), 9, "not mounted")
@@ -341,7 +342,7 @@ def committed_on(node_id):
     node = Node(session_of(3, 1, 1, timeout=1000.0), node_id)
     rank = int(node_id[1])
     for held in (rank, (rank - 1) % 3):
-        node.feed(Sealed(Held(ShardId(gen(4), held, 3), bytes(16), 1, 0)))
+        node.feed(ShardSealed(Held(ShardId(gen(4), held, 3), bytes(16), 1, 0)))
     told(node, Announce(Record(gen(4), 3, 1, 0.0), ()))
     return node
 
@@ -415,7 +416,7 @@ def test_a_flush_that_loses_its_orderer_is_ordered_again_by_the_next():
 
 def test_whoever_orders_next_counts_from_what_is_on_disk():
     node = Node(session_of(3, 1, 1, interval=4, timeout=1000.0), "n1")
-    node.feed(Sealed(Held(ShardId(gen(5), 1, 3), bytes(16), 1, 0)))
+    node.feed(ShardSealed(Held(ShardId(gen(5), 1, 3), bytes(16), 1, 0)))
     told(node, Announce(Record(gen(5), 3, 1, 0.0), (), None, gen(4)))
     # Step 5 is newer, but no multiple of 4 lies between.
     assert not [effect for effect in lose(node, ["n0"], ["n2"]) if isinstance(effect, StartFlush)]
@@ -424,7 +425,7 @@ def test_whoever_orders_next_counts_from_what_is_on_disk():
 def test_what_only_others_know_to_be_committed_is_flushed_too():
     """The coordinator told one node of its last record, and was lost."""
     node = committed_on("n1")
-    node.feed(Sealed(Held(ShardId(gen(6), 1, 3), bytes(16), 1, 0)))
+    node.feed(ShardSealed(Held(ShardId(gen(6), 1, 3), bytes(16), 1, 0)))
     node.feed(FlushWanted(None, "the trainers ended"))
     lose(node, ["n0"], ["n2"], 11)
     node.core.flushing.order = None  # whatever was ordered before the word came

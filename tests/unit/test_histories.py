@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from flashckpt.errors import AmbiguousHistoryError, NotFoundError
-from flashckpt.line import GIVEN_UP, NOTHING, Ancestor, Line, begun, from_fence, name_of
 from flashckpt.load.histories import Pick, anew, pick
+from flashckpt.protocol.line import GIVEN_UP, NOTHING, Ancestor, Line, begun, from_fence, name_of
 from flashckpt.types import Generation, Launch
 
 A, B, C, D = (Launch(10 * number, number << 56) for number in range(1, 5))

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from flashckpt.line import (
+from flashckpt.protocol.line import (
     EVERYTHING,
     KEPT,
     MAX_ENCODED_BYTES,

@@ -1,7 +1,7 @@
 """What was given up stays abandoned after many restarts; found by the simulator (tests/sim)."""
 
-from flashckpt.line import GIVEN_UP, NOTHING, begun, decode, encode
 from flashckpt.load.histories import anew, pick
+from flashckpt.protocol.line import GIVEN_UP, NOTHING, begun, decode, encode
 from flashckpt.types import Generation, Launch
 
 

@@ -7,23 +7,24 @@ from types import SimpleNamespace
 import pytest
 
 from bench.synthetic import GENERATION, RANKS_PER_NODE, Cluster, description
-from flashckpt.group import PrivateGroup
 from flashckpt.load.attempt import Attempt
 from flashckpt.load.catalogue import Catalogue
-from flashckpt.load.cover import index
-from flashckpt.load.plan import Reader, Want, plan
+from flashckpt.load.plan import Want, plan
 from flashckpt.load.sources import Fetcher
+from flashckpt.ranks.group import PrivateGroup
+from flashckpt.state.assumed import Reader
+from flashckpt.state.cover import index
 from flashckpt.types import Box
 
 CLUSTER = Cluster(2, 1)
 
 
 def attempt(rank=0):
-    ground = SimpleNamespace(
+    context = SimpleNamespace(
         memory=SimpleNamespace(holders=None), node=0, rank=rank, group=PrivateGroup.alone(), members=((0,), (1,))
     )
     copies = SimpleNamespace(generation=GENERATION, world=CLUSTER.world, on=lambda node: [1, 0])
-    return Attempt(ground, copies)
+    return Attempt(context, copies)
 
 
 # --- ranks that did not exist at the save

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flashckpt.agent.helper import Starter
-from flashckpt.niceness import be_nice, be_nice_as_session, hurry
+from flashckpt.agent.helper import Starter, be_nice, be_nice_as_session, hurry
 
 
 @pytest.mark.skipif(not Path("/proc/self/autogroup").exists(), reason="this kernel does not schedule by session")

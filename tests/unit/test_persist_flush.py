@@ -19,14 +19,14 @@ import flashckpt
 from flashckpt import failpoints
 from flashckpt.errors import CorruptShardError, NotFoundError
 from flashckpt.format.dtypes import ITEMSIZE
+from flashckpt.move.throttle import Throttle
 from flashckpt.persist.catalog import damaged, list_steps
 from flashckpt.persist.exchange import Exchange
 from flashckpt.persist.flush import flush, sweep
 from flashckpt.persist.local import LocalStorage
 from flashckpt.persist.names import METADATA, per_rank_key
-from flashckpt.persist.spec import FlushSpec, decode_spec, encode_spec
 from flashckpt.persist.storage import open_storage
-from flashckpt.transport.throttle import Throttle
+from flashckpt.protocol.flush_spec import FlushSpec, decode_spec, encode_spec
 from flashckpt.types import PersistSettings
 
 pytestmark = [

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from flashckpt.errors import DeadlineError
-from flashckpt.group import PrivateGroup
-from flashckpt.load.ground import Ground
-from flashckpt.persist import restore
-from flashckpt.persist.restore import DiskAttempt, OnDisk, look_at
+from flashckpt.load.context import LoadContext
+from flashckpt.load.disk import restore
+from flashckpt.load.disk.restore import DiskAttempt, OnDisk, look_at
+from flashckpt.ranks.group import PrivateGroup
 from flashckpt.types import Generation
 
 ONE = OnDisk("step-3", Generation(100, 7, 3, 1), "")
@@ -28,8 +28,8 @@ def hang():
 
 def attempt(rank, opener, directory="/nowhere"):
     group = PrivateGroup.alone()
-    ground = Ground(None, None, group, rank, 0, True, (), ((0,),), "job", verify=True, threads=1, timeout=TIMEOUT)
-    return DiskAttempt(ground, str(directory), ONE, opener)
+    context = LoadContext(None, None, group, rank, 0, True, (), ((0,),), "job", verify=True, threads=1, timeout=TIMEOUT)
+    return DiskAttempt(context, str(directory), ONE, opener)
 
 
 def test_looking_at_a_disk_that_hangs_finds_a_problem(hang, monkeypatch):

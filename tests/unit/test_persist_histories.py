@@ -12,8 +12,8 @@ import flashckpt
 from flashckpt.errors import AmbiguousHistoryError, PersistError
 from flashckpt.persist.catalog import list_steps
 from flashckpt.persist.flush import flush
-from flashckpt.persist.spec import FlushSpec
 from flashckpt.persist.storage import open_storage
+from flashckpt.protocol.flush_spec import FlushSpec
 from flashckpt.types import PersistSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

@@ -16,14 +16,14 @@ import torch.distributed.checkpoint as dcp
 import flashckpt
 from flashckpt.errors import CorruptShardError, DeniedError, UnsafeDirectoryError
 from flashckpt.format.dtypes import ITEMSIZE
-from flashckpt.line import begun, from_fence
+from flashckpt.load.disk.restore import DiskInventory, OnDisk, choose_on_disk
+from flashckpt.load.disk.unpickle import read_index
 from flashckpt.load.histories import pick
 from flashckpt.persist.catalog import read_lines, write_line
 from flashckpt.persist.flush import flush
-from flashckpt.persist.restore import DiskInventory, OnDisk, choose_on_disk
-from flashckpt.persist.spec import FlushSpec
 from flashckpt.persist.storage import open_storage
-from flashckpt.persist.unpickle import read_index
+from flashckpt.protocol.flush_spec import FlushSpec
+from flashckpt.protocol.line import begun, from_fence
 from flashckpt.types import Generation, Launch, PersistSettings
 
 pytestmark = [
@@ -321,7 +321,7 @@ def test_nothing_anywhere_is_a_fresh_start_but_a_disk_that_fails_is_not(memory_d
     with open_checkpointer(memory_dir, out) as checkpointer:
         assert checkpointer.load(blank()) is None
     out.mkdir()
-    monkeypatch.setattr("flashckpt.persist.restore.look_around", fail)
+    monkeypatch.setattr("flashckpt.load.disk.restore.look_around", fail)
     with (
         open_checkpointer(memory_dir, out) as checkpointer,
         pytest.raises(flashckpt.UnusableError, match="can't be read"),

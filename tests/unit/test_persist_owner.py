@@ -14,8 +14,8 @@ import torch.distributed.checkpoint as dcp
 
 import flashckpt
 from flashckpt.persist.flush import flush
-from flashckpt.persist.spec import FlushSpec
 from flashckpt.persist.tenancy import mount_that_lacks
+from flashckpt.protocol.flush_spec import FlushSpec
 from flashckpt.store.slots import SlotStore
 from flashckpt.types import Generation, PersistSettings
 

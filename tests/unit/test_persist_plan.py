@@ -17,7 +17,7 @@ from flashckpt.persist.meta import FileInfo, Meta, decode_meta, encode_meta, jso
 from flashckpt.persist.names import attempt_of, is_deleting, parse_per_rank_key, per_rank_key, step_of, temporary_name
 from flashckpt.persist.plan import Contribution, plan
 from flashckpt.persist.storage import open_storage
-from flashckpt.persist.write import Placed, Written
+from flashckpt.persist.write import Placed, WrittenFiles
 from flashckpt.types import Box, Generation, TensorEntry
 
 
@@ -183,11 +183,11 @@ def test_nodes_see_what_the_others_offer_and_wrote(tmp_path):
     late.start()
     assert one.offered() == [mine, other]
     late.join()
-    written = Written(
+    written = WrittenFiles(
         {"f": FileInfo(3, 4)}, [Placed("a", (2,), "f", 0, 3, 9), Placed("v", None, "f", 3, 1, 2)], {1: "v1"}
     )
     two.report(written, {"v": ("x", 1)}, 5.0)
-    one.report(Written(), {}, 6.0)
+    one.report(WrittenFiles(), {}, 6.0)
     assert one.reported()[1] == (written, {"v": ("x", 1)}, 5.0)
     one.clean()
     assert open_storage(str(tmp_path)).list("step-1.tmp-" + "0" * 16) == {}

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from flashckpt.errors import ConfigError
-from flashckpt.placement import STRATEGIES, Placement, place, survives
+from flashckpt.protocol.placement import STRATEGIES, Placement, place, survives
 from flashckpt.types import Member
 
 STRATEGY_NAMES = sorted(STRATEGIES)

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
-from flashckpt import roll as rolls
 from flashckpt.errors import DeadlineError, FlashError, OtherRankError
-from flashckpt.roll import VAIN_SAVES, Roll
+from flashckpt.ranks import roll as rolls
+from flashckpt.ranks.roll import VAIN_SAVES, Roll
 
 
 class Ranks:

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashckpt import wire
-from flashckpt.credentials import Bundle
 from flashckpt.errors import IncompatibleError
-from flashckpt.line import MAX_LISTED, Ancestor, Line, order
+from flashckpt.protocol import wire
+from flashckpt.protocol.line import MAX_LISTED, Ancestor, Line, order
 from flashckpt.rpc import convert
-from flashckpt.rpc.api import Hello, Lease, Progress
+from flashckpt.rpc.api import GenerationProgress, Hello, Lease
+from flashckpt.rpc.credentials import Bundle
 from flashckpt.store.owner import Owner
 from flashckpt.types import Claimant, Generation, Launch, Level, Member, Record, Session, ShardId
 from flashckpt.v1 import agent_pb2, common_pb2, peer_pb2
@@ -49,7 +49,7 @@ voids = st.lists(generations, max_size=4).map(tuple)
 records = st.builds(Record, generations, worlds, small, st.floats(allow_nan=False, allow_infinity=False), voids)
 few_names = st.lists(names, max_size=4).map(tuple)
 few_ranks = st.lists(small, max_size=4).map(tuple)
-copies = st.lists(st.builds(wire.Copy, small, names, names, st.just(b"") | digests), max_size=4).map(tuple)
+copies = st.lists(st.builds(wire.CopyOrder, small, names, names, st.just(b"") | digests), max_size=4).map(tuple)
 
 
 @st.composite
@@ -96,7 +96,7 @@ bodies = st.one_of(
     st.builds(wire.Persist, generations, plain, st.booleans()),
     failures,
     st.builds(wire.Lost, shards),
-    st.builds(wire.Want, shards, digests),
+    st.builds(wire.WantBack, shards, digests),
     holdings(),
 )
 envelopes = st.builds(wire.Envelope, names, launches, st.none() | lines, bodies)
@@ -165,7 +165,7 @@ PAIRS = [
     ),
     (
         "progress",
-        st.builds(Progress, generations, st.sampled_from(Level), plain),
+        st.builds(GenerationProgress, generations, st.sampled_from(Level), plain),
         convert.to_progress,
         convert.from_progress,
     ),

@@ -7,7 +7,7 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashckpt.rpc.frames import decode_chunks, encode_chunks
+from flashckpt.move.transports.grpc.frames import decode_chunks, encode_chunks
 from flashckpt.v1 import peer_pb2
 
 indexes = st.integers(0, (1 << 64) - 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flashckpt.rpc.roles import ROLES, Role, may_call
+from flashckpt.rpc.guard import ROLES, Role, may_call
 from flashckpt.v1 import agent_pb2, peer_pb2
 
 METHODS = {

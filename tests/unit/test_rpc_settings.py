@@ -41,8 +41,8 @@ def test_settings_can_be_had_before_grpc(run_python):
 
 def test_the_clients_import_nothing_heavy(run_python):
     code = (
-        "import sys, flashckpt.rpc.agent_client, flashckpt.rpc.agent_server, flashckpt.rpc.peer_client\n"
-        "import flashckpt.rpc.peer_server\n"
+        "import sys, flashckpt.rpc.agent_client, flashckpt.rpc.agent_server, flashckpt.move.transports.grpc.client\n"
+        "import flashckpt.move.transports.grpc.server\n"
         "sys.exit(' '.join({'torch', 'numpy', 'rich', 'fsspec'} & set(sys.modules)) or 0)"
     )
     result = run_python(code)

@@ -16,8 +16,8 @@ import flashckpt
 from flashckpt import CheckpointConfig, CheckpointManager
 from flashckpt.cli.entry import group
 from flashckpt.errors import CorruptShardError, IncompatibleError
-from flashckpt.persist import safetensors as module
-from flashckpt.persist.safetensors import SafetensorsSource
+from flashckpt.load.disk import safetensors as module
+from flashckpt.load.disk.safetensors import SafetensorsSource
 from flashckpt.persist.storage import open_storage
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from flashckpt import CheckpointConfig, ConfigError
+from flashckpt.ranks.topology import Node, Topology
 from flashckpt.save import same
 from flashckpt.save.same import NOTHING, Comparer, checksums, is_sampled
 from flashckpt.state.flatten import flatten
-from flashckpt.topology import Node, Topology
 from flashckpt.types import Generation
 
 WINDOW = 1024

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from flashckpt.errors import InternalError
+from flashckpt.ranks.topology import Node, Topology
 from flashckpt.save import plan as module
 from flashckpt.save.attempts import Attempts
-from flashckpt.save.plan import Planner, Source, _check_parts
-from flashckpt.save.retention import State, Verdict
+from flashckpt.save.plan import Planner, TensorSource, _check_parts
+from flashckpt.save.retention import GenerationState, GenerationVerdict
 from flashckpt.state.flatten import flatten
-from flashckpt.topology import Node, Topology
 from flashckpt.types import Generation, Record
 
 
@@ -41,7 +41,7 @@ def test_regions_are_dealt_out_by_their_bytes(monkeypatch):
 
 
 def source(sizes, offsets, whole):
-    return Source(0, 0, whole, offsets, sizes, 0, 0)
+    return TensorSource(0, 0, whole, offsets, sizes, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -73,11 +73,11 @@ def test_what_lies_on_this_node_is_judged_newest_first_also_across_a_rollback():
     """The launch that went back to step 5 has the higher epoch and the older state: the step decides."""
     before, after = Generation(100, 7, 9, 1), Generation(200, 8, 6, 1)
     same_step = after._replace(step=9)
-    complete, pending = Verdict(State.COMPLETE, ""), Verdict(State.PENDING, "")
+    complete, pending = GenerationVerdict(GenerationState.COMPLETE, ""), GenerationVerdict(GenerationState.PENDING, "")
     verdicts = {after: complete, same_step: pending, before: complete}
     writer = SimpleNamespace(verdicts=lambda: (None, dict(verdicts)))
     store = SimpleNamespace(read_records=lambda: (Record(same_step, 1, 2, 0.0),))
     judged = Attempts("job", store, writer).judged()
     assert [generation for generation, _ in judged] == [same_step, before, after]
     # On several nodes the record says that all shards are there.
-    assert judged[0][1] == Verdict(State.COMPLETE, "committed with 2 replicas")
+    assert judged[0][1] == GenerationVerdict(GenerationState.COMPLETE, "committed with 2 replicas")

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from flashckpt.errors import ClosedError, ConfigError, NoSpaceError, UnsafeDirectoryError
-from flashckpt.line import from_fence
+from flashckpt.protocol.line import from_fence
 from flashckpt.store.names import Draft, draft_name, parse_draft_name, parse_record_name, record_name
 from flashckpt.store.owner import Owner
 from flashckpt.store.slots import SlotStore

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flashckpt.line import Ancestor, Line, begun, encode, from_fence
+from flashckpt.protocol.line import Ancestor, Line, begun, encode, from_fence
 from flashckpt.store.names import line_name
 from flashckpt.store.slots import SlotStore
 from flashckpt.store.small_files import frame, unframe
@@ -135,7 +135,7 @@ def test_what_two_nodes_say_of_one_launch_is_joined(store):
 
 def test_survives_its_process(store, memory_dir):
     code = (
-        "import sys\nfrom flashckpt.store.slots import SlotStore\nfrom flashckpt.line import from_fence\n"
+        "import sys\nfrom flashckpt.store.slots import SlotStore\nfrom flashckpt.protocol.line import from_fence\n"
         "SlotStore.open(sys.argv[1], 'job').write_line(from_fence(step=3, epoch=4, nonce=5))"
     )
     subprocess.run([sys.executable, "-c", code, str(memory_dir)], cwd=ROOT, check=True)

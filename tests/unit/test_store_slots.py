@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from flashckpt.errors import ClosedError, ConfigError, ConflictError, NoSpaceError, NotFoundError
-from flashckpt.line import from_fence
-from flashckpt.store.directory import Directory, State
+from flashckpt.protocol.line import from_fence
+from flashckpt.store.directory import Directory, SlotState
 from flashckpt.store.names import sealed_name, slot_name
 from flashckpt.store.owner import Owner
 from flashckpt.store.slots import SlotStore
@@ -376,7 +376,7 @@ def test_mapping_of_an_unlinked_shard_is_let_go(store):
 
 
 def test_foreign_names_are_ignored_and_said_once(store, caplog):
-    for state in State:
+    for state in SlotState:
         (store.path / state / "notes.txt").write_text("x")
     store.scan(), store.scan()
     assert caplog.text.count("notes.txt") == 1
@@ -384,7 +384,7 @@ def test_foreign_names_are_ignored_and_said_once(store, caplog):
     store.abandon(slot)
     assert store.status().foreign_names == 4
     assert len([problem for problem in store.check() if "not a name of flashckpt" in problem]) == 4
-    for state in State:
+    for state in SlotState:
         (store.path / state / "notes.txt").unlink()
 
 
@@ -397,7 +397,7 @@ def test_check_is_not_misled_by_a_slot_that_another_process_seals_meanwhile(stor
     names = Directory.names
 
     def names_after_a_rename(self, place):
-        if place is State.SEALED and path.exists():
+        if place is SlotState.SEALED and path.exists():
             path.rename(target)
         return names(self, place)
 

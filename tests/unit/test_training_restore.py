@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from flashckpt.errors import MissingKeyError
-from flashckpt.training.restore import Wish, choose_parts
+from flashckpt.training.restore import LoadWish, choose_parts
 from flashckpt.training.rng import capture_rng, restore_rng
 
 
 def wish(*parts, kept=(), strict=True):
-    return Wish(parts, kept, strict, None, "raise")
+    return LoadWish(parts, kept, strict, None, "raise")
 
 
 def test_when_all_parts_were_saved_there_is_no_reason_to_give():

@@ -10,12 +10,12 @@ import threading
 import pytest
 
 from flashckpt.agent.retrieve import split
-from flashckpt.agent.sources import Sources
 from flashckpt.errors import ClosedError, ConfigError, ConflictError, CorruptShardError, NoSpaceError, NotFoundError
 from flashckpt.format.shard import read_header
+from flashckpt.move.fetch import Sources
+from flashckpt.move.gathering import Gathering, GatheringState
+from flashckpt.move.sealing import find_held
 from flashckpt.store import room as room_module
-from flashckpt.transport.gathering import Gathering, State
-from flashckpt.transport.sealing import find_held
 from flashckpt.types import ChunkRange, Portion, Retrieval
 from tests.unit.test_transport_incoming import CHUNK, Sender, sealed_content, shard_bytes, shard_id, store
 
@@ -157,7 +157,7 @@ def test_a_wrong_head_is_not_taken_and_the_next_one_is(store, whole):
         for wrong in (other.head, bytes(flipped), foreign.head, SENDER.head[:-4096]):
             with pytest.raises(CorruptShardError):
                 put_head(one, wrong)
-            assert one.state is State.HEAD
+            assert one.state is GatheringState.HEAD
         for wrong in (
             {"size_bytes": 4096},
             {"tag": 8},
@@ -185,7 +185,7 @@ def test_half_a_head_is_none(store):
     with gathering(store, whole=False) as one, contextlib.closing(one.read_head()) as reader:
         reader.expect(SENDER.size_bytes, SENDER.head_bytes, 9)
         reader.put(0, SENDER.head[:1000])
-        assert one.state is State.HEAD
+        assert one.state is GatheringState.HEAD
         with pytest.raises(ConfigError, match="the head first"):
             one.finish()
 

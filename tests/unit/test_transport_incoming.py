@@ -29,12 +29,12 @@ from flashckpt.errors import (
 )
 from flashckpt.format.layout import encode_layout, fingerprint
 from flashckpt.format.shard import encode_header, geometry, invalidate, seal_bytes
+from flashckpt.move import incoming as incoming_module
+from flashckpt.move.incoming import Incoming, IncomingState
+from flashckpt.move.outgoing import Outgoing, digest_of, hold
+from flashckpt.move.sealing import find_held
 from flashckpt.store.handles import Slot
 from flashckpt.store.slots import SlotStore
-from flashckpt.transport import incoming as incoming_module
-from flashckpt.transport.incoming import Incoming, State
-from flashckpt.transport.outgoing import Outgoing, digest_of, hold
-from flashckpt.transport.sealing import find_held
 from flashckpt.types import Generation, Held, Layout, ShardId
 
 CHUNK = 8192
@@ -96,7 +96,7 @@ class Sender:
 
     def steps(self, incoming):
         """What is left to send, from where the receiver says, one call a piece."""
-        while incoming.state in (State.OPEN, State.HEAD):
+        while incoming.state in (IncomingState.OPEN, IncomingState.HEAD):
             at = incoming.next_head_offset
             yield lambda at=at: incoming.put_head(at, self.head[at : at + PIECE])
         while incoming.next_chunk < len(self.chunks):
@@ -160,13 +160,13 @@ MAPPABLE = Sender(MAPPABLE_CONTENT)
 
 def test_a_whole_push(store):
     incoming = SENDER.open(store, tag=9)
-    assert (incoming.state, incoming.next_head_offset, incoming.next_chunk) == (State.OPEN, 0, 0)
+    assert (incoming.state, incoming.next_head_offset, incoming.next_chunk) == (IncomingState.OPEN, 0, 0)
     SENDER.send(incoming)
-    assert (incoming.state, incoming.next_head_offset, incoming.next_chunk) == (State.DATA, len(SENDER.head), 3)
+    assert (incoming.state, incoming.next_head_offset, incoming.next_chunk) == (IncomingState.DATA, len(SENDER.head), 3)
     assert store.scan() == (), "nothing is a shard before the end"
     held = incoming.finish()
     assert held == Held(shard_id(), SENDER.digest, len(CONTENT), 9) == find_held(store, "job", shard_id())
-    assert incoming.state is State.SEALED
+    assert incoming.state is IncomingState.SEALED
     assert sealed_content(store, shard_id()) == CONTENT
     assert incoming.finish() == held, "an answer that got lost may be asked for again"
     incoming.abandon()
@@ -301,7 +301,7 @@ def test_every_flipped_byte_of_the_head_is_refused(store):
     for position in range(len(SENDER.head)):
         with pytest.raises(CorruptShardError, match="digest"):
             incoming.put_head(0, flipped(SENDER.head, position))
-        assert (incoming.state, incoming.next_head_offset) == (State.OPEN, 0)
+        assert (incoming.state, incoming.next_head_offset) == (IncomingState.OPEN, 0)
     SENDER.send(incoming)  # and none of that has left a trace
     incoming.finish()
     assert sealed_content(store, shard_id()) == CONTENT
@@ -316,7 +316,7 @@ def test_every_flipped_byte_of_the_head_is_refused_even_with_a_digest_that_fits(
         with pytest.raises((CorruptShardError, IncompatibleError)) as caught:
             incoming.put_head(0, head)
         assert caught.value.message.startswith("replica of shard 0/2 of step 1")
-        assert incoming.state is State.OPEN
+        assert incoming.state is IncomingState.OPEN
         with pytest.raises(ConfigError, match="expected the rest of the head"):
             incoming.finish()
         incoming.abandon()
@@ -382,7 +382,7 @@ def test_head_that_is_not_what_was_announced(store, changes, error, problem):
     incoming = SENDER.open(store, **changes)
     with pytest.raises(error, match=problem):
         incoming.put_head(0, CONTENT[: changes.get("head_bytes", SENDER.head_bytes)])
-    assert (incoming.state, incoming.next_head_offset) == (State.OPEN, 0)
+    assert (incoming.state, incoming.next_head_offset) == (IncomingState.OPEN, 0)
     incoming.abandon()
     assert store.scan() == ()
 
@@ -409,7 +409,7 @@ def test_every_refusal_by_order_and_length(store):
     refuses(lambda: incoming.put_head(1, head[1:9]), ConfigError, "the piece of the head at 0, found one at 1")
     refuses(lambda: incoming.put_head(0, b""), ConfigError, "1 to 4096 bytes")
     refuses(lambda: incoming.put_head(0, head + b"x"), ConfigError, "1 to 4096 bytes of the head, found 4097")
-    assert incoming.state is State.OPEN
+    assert incoming.state is IncomingState.OPEN
     incoming.put_head(0, head[:100])
     refuses(lambda: incoming.put_head(0, head[:100]), ConfigError, "at 100, found one at 0")  # twice
     refuses(lambda: incoming.put_head(99, head[99:200]), ConfigError, "at 100, found one at 99")  # overlapping
@@ -417,7 +417,7 @@ def test_every_refusal_by_order_and_length(store):
     refuses(lambda: incoming.put_head(-1, head[:5]), ConfigError, "found one at -1")
     refuses(lambda: incoming.put_chunks(0, chunks[0]), ConfigError, "rest of the head")
     incoming.put_head(100, memoryview(head)[100:])
-    assert incoming.state is State.DATA
+    assert incoming.state is IncomingState.DATA
     refuses(lambda: incoming.put_head(4096, b"x"), ConfigError, "expected chunks, found a piece of the head")
     refuses(lambda: incoming.put_head(0, head), ConfigError, "expected chunks")
     refuses(lambda: incoming.put_chunks(-1, chunks[2]), ConfigError, "a chunk from 0 to 2, found chunk -1")
@@ -501,7 +501,7 @@ def test_abandoned_at_any_time(store):
             step()
         incoming.abandon()
         incoming.abandon()
-        assert incoming.state is State.ABANDONED
+        assert incoming.state is IncomingState.ABANDONED
         refuses(lambda one=incoming: one.put_head(0, SENDER.head), ClosedError, "after it was abandoned")
         refuses(lambda one=incoming: one.put_chunks(0, SENDER.chunks[0]), ClosedError, "after it was abandoned")
         refuses(incoming.finish, ClosedError, "after it was abandoned")

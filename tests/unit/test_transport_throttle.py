@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from flashckpt.errors import ConfigError
-from flashckpt.transport.throttle import Throttle
+from flashckpt.move.throttle import Throttle
 
 
 class Time:

@@ -1,0 +1,1 @@
+"""The slowest tier of a load: checkpoints on disk or in an object store."""

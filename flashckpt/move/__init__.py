@@ -1,0 +1,1 @@
+"""A shard's bytes from here to there."""

@@ -1,0 +1,1 @@
+"""Ways for bytes between nodes. Nothing outside asks which one it is."""

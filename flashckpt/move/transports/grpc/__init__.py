@@ -1,0 +1,1 @@
+"""The service between agents: small messages, and shards where no lane carries them."""

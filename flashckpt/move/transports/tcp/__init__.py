@@ -1,0 +1,1 @@
+"""Lanes: plain or TLS connections that carry the chunks of one transfer."""

@@ -1,0 +1,1 @@
+"""What agents decide: pure, without I/O and without a clock."""

@@ -1,0 +1,238 @@
+"""Decides how the kept generation stands, as far as this node can know, and which lines that is worth in the log. Pure.
+
+The healer's word counts while it is fresh and nothing contradicts it. Else this node judges by itself where it knows of
+every member what it holds, or that it does not answer. Else the verdict is that nobody knows.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
+
+from flashckpt.protocol.survival import survival, words
+from flashckpt.protocol.wire import Health
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from flashckpt.types import Generation
+
+_SHOWN = 16  # of a list in a summary
+
+
+class PeerState(enum.Enum):
+    """How this node sees another member."""
+
+    UP = "up"
+    UNREACHABLE = "unreachable"  # the last try failed, less than `peer_timeout` ago
+    DOWN = "down"  # silent for `peer_timeout`
+    MISSED = "missed"  # the healer does not hear from it; this node does not speak to it
+    UNKNOWN = "unknown"  # this node does not speak to it, and nobody who is believed does
+
+
+class Safety(enum.Enum):
+    """How the kept generation stands."""
+
+    SAFE = "safe"  # every shard has as many copies as are wanted
+    AT_RISK = "at_risk"  # it can be loaded; some shard has fewer copies than are wanted
+    LOST = "lost"  # no member that answers has some shard
+    UNKNOWN = "unknown"
+
+
+class Word(NamedTuple):
+    """What a healer said of the kept generation."""
+
+    health: Health
+    heard_at: float
+    speaker: str  # node id; this very node where it is the healer
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Another member, as this node sees it."""
+
+    state: PeerState  # UP also where this node has never spoken to it
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """All that the verdict is made of."""
+
+    node_id: str
+    kept: Generation
+    committed: bool
+    wanted: int  # copies of every shard
+    world: int  # ranks of the kept generation; 0: not known here
+    domains: Mapping[str, str]  # of every member, this node among them
+    peers: Mapping[str, Peer]
+    holdings: Mapping[str, frozenset[int]]  # members whose shards of it are known first hand, this node among them
+    word: Word | None
+    patience: float
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How a generation stands, who says so, and since when."""
+
+    safety: Safety
+    generation: Generation
+    words: str  # the answer to "what may be lost now?"
+    source: str  # the node that says so; "" where nobody knows
+    age_seconds: float
+    health: Health | None  # the figures; None where nobody knows
+    last: Word | None  # the last word of a healer, counted or not
+
+
+def judge(view: View, now: float) -> tuple[Verdict, str]:
+    """How the kept generation stands, and why it is this that is said."""
+    doubt = why_doubtful(view, now)
+    word = view.word
+    if word is not None and not doubt:
+        return _verdict(view, word.health, word.speaker, now - word.heard_at), f"{word.speaker} said so"
+    down = {node for node, peer in view.peers.items() if peer.state is PeerState.DOWN}
+    unheard = sorted(view.domains.keys() - view.holdings.keys() - down)
+    unsure = [node for node, peer in sorted(view.peers.items()) if peer.state is PeerState.UNREACHABLE]
+    world = view.world or (word.health.world if word is not None and word.health.generation == view.kept else 0)
+    if world and not unheard and not unsure:
+        health = _count(view, world, down)
+        return _verdict(view, health, view.node_id, 0.0), f"counted by {view.node_id}: {doubt}"
+    said = "nobody has said yet" if word is None else _last_word(view, word, now)
+    unknown = Verdict(Safety.UNKNOWN, view.kept, f"unknown ({said})", "", 0.0, None, word)
+    return unknown, doubt
+
+
+def why_doubtful(view: View, now: float) -> str:
+    """Why the healer's last word does not count; "" = it does."""
+    word = view.word
+    if word is None:
+        return "no healer has said yet how it stands"
+    if word.health.generation != view.kept and not _is_followed(view, word.health):
+        return f"the last word of {word.speaker} is about step {word.health.generation.step}"
+    if now - word.heard_at > view.patience:
+        return f"the last word of {word.speaker} is {now - word.heard_at:.0f} s old"
+    missing = set(word.health.missing)
+    for node, peer in sorted(view.peers.items()):
+        silent = peer.state in (PeerState.UNREACHABLE, PeerState.DOWN)
+        if silent and node not in missing and (node == word.speaker or len(missing) < _SHOWN):
+            return f"{node} does not answer{f': {peer.problem}' if peer.problem else ''}"
+    return ""
+
+
+def _is_followed(view: View, health: Health) -> bool:
+    """Whether a word on the generation before tells of the kept one as well: where commits come faster than words, all
+    of them are on generations before. A commit has all its copies, so that the figures are at worst too low."""
+    before = health.generation
+    same_launch = (before.epoch, before.nonce) == (view.kept.epoch, view.kept.nonce)
+    return view.committed and same_launch and before < view.kept and not health.lost_count
+
+
+def _last_word(view: View, word: Word, now: float) -> str:
+    about = "" if word.health.generation == view.kept else f", about step {word.health.generation.step}"
+    return f"last word of {word.speaker}, {now - word.heard_at:.0f} s ago{about}"
+
+
+def _verdict(view: View, health: Health, source: str, age: float) -> Verdict:
+    if health.lost_count:
+        safety = Safety.LOST
+    else:
+        safety = Safety.AT_RISK if health.at_risk_count else Safety.SAFE
+    said = words(health.survival, health.lost, health.lost_count)
+    return Verdict(safety, view.kept, said, source, age, health, view.word)
+
+
+def _count(view: View, world: int, down: set[str]) -> Health:
+    """The figures, from what members that answer are known to hold."""
+    live = {node: ranks for node, ranks in view.holdings.items() if node not in down}
+    holders: dict[int, set[str]] = {}
+    for node, ranks in live.items():
+        for rank in ranks:
+            holders.setdefault(rank, set()).add(node)
+    lost = [rank for rank in range(world) if rank not in holders]
+    at_risk = [rank for rank in sorted(holders) if len(holders[rank]) < view.wanted]
+    known = view.word.health if view.word is not None and view.word.health.generation == view.kept else None
+    counted = Health(
+        generation=view.kept,
+        world=world,
+        committed=view.committed or (known is not None and known.committed),
+        wanted=view.wanted,
+        copies=0 if lost else min(map(len, holders.values()), default=0),
+        lost=tuple(islice(lost, _SHOWN)),
+        lost_count=len(lost),
+        at_risk=tuple(at_risk[:_SHOWN]),
+        at_risk_count=len(at_risk),
+        left_copies=0,
+        left_bytes=0,
+        running=(),
+        missing=tuple(sorted(down))[:_SHOWN],
+        survival=survival(holders, world, {node: view.domains[node] for node in live}),
+        reason="",
+    )
+    if known is None or view.word is None or view.word.speaker != view.node_id:
+        return counted
+    return replace(
+        counted,
+        left_copies=known.left_copies,
+        left_bytes=known.left_bytes,
+        running=known.running,
+        reason=known.reason,
+    )
+
+
+# --- what is worth a line in the log
+
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """What the log has said so far."""
+
+    absent: frozenset[str] = frozenset()
+    safety: Safety | None = None  # the last one that was known
+    lost: tuple[int, ...] = ()
+
+
+def news(noted: Noted, peers: Mapping[str, Peer], verdict: Verdict | None) -> tuple[Noted, list[str]]:
+    """One line for each change since `noted`, and what has then been said."""
+    away = {n: p for n, p in peers.items() if p.state in (PeerState.DOWN, PeerState.MISSED)}
+    # One whose state is not sure at the moment is what it was.
+    unsure = {n for n, p in peers.items() if p.state in (PeerState.UNREACHABLE, PeerState.UNKNOWN)}
+    absent = frozenset(away) | (noted.absent & unsure)
+    lines = [f"node {n} is lost: {away[n].problem or 'no answer'}" for n in sorted(absent - noted.absent)]
+    lines += [f"node {n} is back" for n in sorted((noted.absent & peers.keys()) - absent)]
+    safety, lost = noted.safety, noted.lost
+    health = verdict.health if verdict is not None else None
+    if verdict is not None and health is not None:
+        if (verdict.safety, health.lost) != (safety, lost):
+            lines += _news_of(verdict, health, safety)
+        safety, lost = verdict.safety, health.lost
+    return Noted(absent, safety, lost), lines
+
+
+def _news_of(verdict: Verdict, health: Health, before: Safety | None) -> list[str]:
+    step = verdict.generation.step
+    match verdict.safety:
+        case Safety.LOST:
+            ranks = in_words(health.lost, health.lost_count)
+            return [
+                f"step {step}: no node that answers has shard {ranks}: it can't be loaded until one that has it is back"
+            ]
+        case Safety.AT_RISK:
+            ranks = in_words(health.at_risk, health.at_risk_count)
+            again = "shards are there again that were lost; " if before is Safety.LOST else ""
+            return [
+                f"step {step}: {again}shard {ranks}: fewer than {health.wanted} copies; survives the loss of: "
+                f"{verdict.words}"
+            ]
+        case _ if before in (Safety.LOST, Safety.AT_RISK):
+            return [
+                f"step {step}: healed: every shard has {health.wanted} copies; survives the loss of: {verdict.words}"
+            ]
+        case _:
+            return []
+
+
+def in_words(ranks: tuple[int, ...], count: int) -> str:
+    """Lists the first ranks, and says how many more there are."""
+    return ", ".join(map(str, ranks)) + (f" and {count - len(ranks)} more" if count > len(ranks) else "")

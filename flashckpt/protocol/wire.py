@@ -1,0 +1,267 @@
+"""What agents say to each other. State, not commands: each message may be lost, repeated or late without harm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from flashckpt.protocol.line import Line
+    from flashckpt.types import ChunkRange, Generation, Launch, Record, ShardId
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """Nothing but a sign of life, and a question for news."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """To the coordinator: this shard lies on its own node and, verified, on `holders`.
+
+    Fewer holders than before take an earlier report back.
+    """
+
+    shard: ShardId
+    digest: bytes
+    holders: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """To the coordinator: a rank of the sender will never deliver its shard of this generation."""
+
+    generation: Generation
+
+
+@dataclass(frozen=True, slots=True)
+class FlushOrder:
+    """From the node that orders, for as long as it holds: all nodes write this generation to persist_dir."""
+
+    generation: Generation
+    attempt: int  # another one for every try; names the temporary directory
+    reason: str
+    down: tuple[str, ...]  # nodes whose shards others write
+    urgent: bool = False  # somebody waits for it: it does not step back behind the training
+
+    @property
+    def token(self) -> str:
+        return f"{self.attempt:016x}"
+
+
+@dataclass(frozen=True, slots=True)
+class FlushFailure:
+    """How a flush failed. From a node whose part failed to the one that ordered; from that one to all, until one
+    succeeds."""
+
+    generation: Generation
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """From the coordinator: the newest record of this launch, and generations that will never have one. The last two
+    also from the node that orders flushes where the coordinator does not answer."""
+
+    record: Record | None
+    voids: tuple[Generation, ...]
+    flush: FlushOrder | None = None
+    persisted: Generation | None = None  # the newest that lies in persist_dir
+    failure: FlushFailure | None = None  # of the last flush
+
+
+@dataclass(frozen=True, slots=True)
+class Persist:
+    """To the node that orders flushes: this generation is wanted in persist_dir."""
+
+    generation: Generation
+    reason: str
+    urgent: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """To the owner of a shard: the sender's copy turned out bad and was set aside; push it again."""
+
+    shard: ShardId
+
+
+@dataclass(frozen=True, slots=True)
+class WantBack:
+    """To a holder of a shard: the sender's own copy turned out bad; push it back."""
+
+    shard: ShardId
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A copy that the healer asked for, and that its target would not take."""
+
+    rank: int
+    target: str  # node id
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Holds:
+    """To the healer: what the sender has of the generation that must not be lost."""
+
+    generation: Generation
+    world: int  # 0 where the sender does not know it: it has no shard of it
+    committed: bool  # whether the sender has its record
+    ranks: tuple[int, ...]  # ascending
+    sizes_bytes: tuple[int, ...]  # of these ranks' shards
+    digests: tuple[bytes, ...]  # of these ranks' shards: copies have to agree
+    refusals: tuple[Refusal, ...] = ()
+
+
+Body = Beat | Report | GiveUp | Announce | Lost | WantBack | Persist | FlushFailure | Holds
+
+
+@dataclass(frozen=True, slots=True)
+class CopyOrder:
+    """One copy to make of a shard of the kept generation."""
+
+    rank: int
+    source: str  # node ids
+    target: str
+    digest: bytes = b""  # of the content; empty where it is only told of
+
+
+@dataclass(frozen=True, slots=True)
+class Fatal:
+    """Nodes that hold all copies of a shard."""
+
+    nodes: tuple[str, ...]  # sorted
+    rank: int  # of such a shard
+
+
+@dataclass(frozen=True, slots=True)
+class Survival:
+    """Which losses would be survived."""
+
+    any_nodes: int  # as many as this may be lost, whichever they are; -1: a shard is lost already
+    live: int  # nodes that are counted
+    fatal: tuple[Fatal, ...]  # the smallest sets of nodes that may not be lost together, or the first of them
+    fatal_count: int
+    fatal_domains: tuple[str, ...]  # that may not be lost as a whole, or the first of them
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """How the kept generation stands, as its healer sees it."""
+
+    generation: Generation
+    world: int
+    committed: bool
+    wanted: int  # copies of every shard
+    copies: int  # of the shard that has the fewest
+    lost: tuple[int, ...]  # ranks whose shard nobody has, or the first of them
+    lost_count: int
+    at_risk: tuple[int, ...]  # ranks whose shard has fewer copies than wanted, or the first of them
+    at_risk_count: int
+    left_copies: int  # to make
+    left_bytes: int
+    running: tuple[CopyOrder, ...]  # or the first of them
+    missing: tuple[str, ...]  # members that are not heard of, or the first of them
+    survival: Survival
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """Every message: who speaks, in which launch, behind which line."""
+
+    sender: str  # node id
+    launch: Launch
+    line: Line | None
+    body: Body
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """To every message: what the receiver knows, which may be newer than what the sender does."""
+
+    launch: Launch | None  # the newest one the receiver has seen
+    line: Line | None
+    record: Record | None  # of the sender's launch
+    voids: tuple[Generation, ...]
+    refused: str = ""  # why the message was not taken; "" = it was
+    flush: FlushOrder | None = None
+    persisted: Generation | None = None
+    failure: FlushFailure | None = None
+    base: Generation | None = None  # what the sender's launch has loaded
+    health: Health | None = None  # from the healer, to Holds
+    copies: tuple[CopyOrder, ...] = ()  # that the sender has to make or to expect, of what `health` speaks of
+
+
+@dataclass(frozen=True, slots=True)
+class PutOpen:
+    """Asks to store a replica."""
+
+    sender: str
+    launch: Launch
+    line: Line | None
+    shard: ShardId
+    tag: int
+    digest: bytes
+    size_bytes: int  # of the whole file
+    head_bytes: int  # of what comes before the data area
+
+
+@dataclass(frozen=True, slots=True)
+class PutReady:
+    """Go on from here: earlier bytes of the same shard were kept when a connection broke."""
+
+    next_head_offset: int
+    next_chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class PutHave:
+    """The shard is here already, with these bytes."""
+
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PutRefused:
+    reason: str
+    retry: bool  # whether asking again later may help
+    launch: Launch | None  # the newest one the receiver has seen
+    line: Line | None
+
+
+@dataclass(frozen=True, slots=True)
+class GetOpen:
+    """Asks for a shard, or parts of it."""
+
+    sender: str
+    launch: Launch  # the sender's, not the shard's
+    line: Line | None
+    shard: ShardId
+    digest: bytes
+    with_head: bool
+    ranges: tuple[ChunkRange, ...]  # ascending, apart from each other
+
+
+@dataclass(frozen=True, slots=True)
+class GetInfo:
+    """What the shard is like that will follow."""
+
+    size_bytes: int  # of the whole file
+    head_bytes: int  # of what comes before the data area
+    chunk_bytes: int
+    tag: int
+
+
+@dataclass(frozen=True, slots=True)
+class GetRefused:
+    """Nothing, or nothing more, is to be had."""
+
+    reason: str
+    retry: bool  # whether asking again later may help
+    launch: Launch | None = None  # the newest one the holder has seen
+    line: Line | None = None

@@ -1,0 +1,249 @@
+"""Where a rank gets the slot that it writes its shard into, and who hears what became of it.
+
+`OwnSlots`: this process manages its slots itself (`agent="off"`, one node). `AgentSlots`, in agent_slots.py: the
+node's agent does, and replicates what lies in them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from typing import TYPE_CHECKING, Protocol
+
+from flashckpt.errors import BusyError, ConfigError, FlashError
+from flashckpt.failpoints import failpoint
+from flashckpt.save.flush_news import FlushNews
+from flashckpt.save.patience import Patience
+from flashckpt.save.retention import GenerationState, GenerationVerdict, judge, releasable
+from flashckpt.store.owner import Owner, is_dead
+from flashckpt.types import age_order
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from flashckpt.config import CheckpointConfig
+    from flashckpt.protocol.line import Line
+    from flashckpt.save.handle import SaveHandle
+    from flashckpt.store.slots import Sealed, Slot, SlotStore
+    from flashckpt.types import Claimant, Generation, Launch, Session, ShardId
+
+log = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.002
+
+
+class SlotMemory(Protocol):
+    """Keeps views of mapped slots beyond a save, because they are registered with a device's driver."""
+
+    def pin(self, data: memoryview) -> None:
+        """Register a slot that was just mapped; it may stay mapped until `keep_only` or the end. Does not raise."""
+
+    def keep_only(self, size_bytes: int) -> None:
+        """Release all views of slots of another size: slots of this size are about to replace them."""
+
+
+class Slots(Protocol):
+    """What a writer needs. Every method has a deadline of its own."""
+
+    memory: SlotMemory | None
+    """Set by the writer, before any slot is made."""
+    patience: Patience
+    """Replaced once the ranks know each other."""
+
+    flushes: FlushNews
+    """What becomes of flushes to persist_dir."""
+
+    on_overtaken: Callable[[str], None]
+    """Called, in any thread, with the reason, once a newer launch has taken the job over from this one."""
+
+    @property
+    def launch(self) -> Launch:
+        """The one that shards are written for."""
+
+    @property
+    def session(self) -> Session | None:
+        """What the agents know of the launch; None where there is none."""
+
+    @property
+    def hosted_ranks(self) -> tuple[int, ...]:
+        """Ranks of other nodes whose replicas lie on this one."""
+
+    def enter(self, launch: Launch) -> None:
+        """Goes on with another launch, from the next call on."""
+
+    def claimants(self) -> tuple[Claimant, ...]:
+        """The live trainers of this node, of the launch that its agent works for. Empty where there is no agent."""
+
+    def begin(self) -> None:
+        """Takes the node over for this launch, so that older ones change nothing any more. May be repeated."""
+
+    def acquire(self, shard: ShardId, size_bytes: int) -> Slot:
+        """A slot that nobody else writes into. Raises BusyError, NoSpaceError, FencedError, AgentError."""
+
+    def sealed(self, sealed: Sealed) -> None:
+        """The shard lies in sealed/. Never raises: it does so whether anybody hears of it or not."""
+
+    def void(self, generation: Generation) -> None:
+        """This rank will not complete the generation: the others need not wait for it. Never raises."""
+
+    def prepare(self, size_bytes: int, rank: int) -> None:
+        """Makes the slots ahead that this rank still lacks, mapped and faulted. Also in a thread."""
+
+    def follow(self, handle: SaveHandle) -> None:
+        """Tells the handle of every further level that its generation reaches."""
+
+    def ended_ranks(self) -> dict[int, str]:
+        """Ranks whose processes have ended, or closed, as far as it is known; and how, for a message. Never raises."""
+
+    def flush(self, step: int | None) -> Generation:
+        """Asks for the newest committed generation, or that of `step`, in the persistent tier. Does not wait."""
+
+    def put_line(self, line: Line, base: Generation | None) -> None:
+        """Declares what lies above dead; `base` is the generation that was loaded."""
+
+    def close(self, timeout: float) -> None:
+        """Close. What has not ended within `timeout` seconds ends by itself. May be called again."""
+
+
+class OwnSlots:
+    """Slots of this process. Ranks of a node see each other's progress in the directory they share."""
+
+    def __init__(self, store: SlotStore, launch: Launch, config: CheckpointConfig) -> None:
+        self._launch = launch
+        self._store = store
+        self._config = config
+        self._trimmed = False
+        self.memory: SlotMemory | None = None
+        self.flushes = FlushNews()
+        self.patience = Patience()
+        self.on_overtaken: Callable[[str], None] = lambda reason: None
+
+    @property
+    def launch(self) -> Launch:
+        return self._launch
+
+    @property
+    def session(self) -> None:
+        return None
+
+    @property
+    def hosted_ranks(self) -> tuple[int, ...]:
+        return ()
+
+    def enter(self, launch: Launch) -> None:
+        self._launch = launch
+
+    def claimants(self) -> tuple[Claimant, ...]:
+        return ()
+
+    def begin(self) -> None:
+        """Without an agent only a line does that."""
+
+    def acquire(self, shard: ShardId, size_bytes: int) -> Slot:
+        """Recycled from what may go; waits or refuses where nothing may go yet."""
+        if self.memory is not None:
+            self.memory.keep_only(size_bytes)
+        began = time.monotonic()
+        me = Owner.current()
+        while True:
+            scan, verdicts = judge_store(self._store, self.launch)
+            free = releasable(verdicts, self._config.keep_memory)
+            mine = [one for one in scan if one.writer == me]
+            self._release_left_behind([one for one in scan if one.writer != me], free, shard)
+            if len(mine) < self._config.slots:
+                self.patience.served()
+                return self._store.claim(size_bytes)
+            if not self._trimmed:
+                # All slots of our own: what earlier processes left (of another world size, say) is nobody's any more.
+                self._trimmed = True
+                self._store.trim()
+            oldest = min((one for one in mine if one.shard.generation in free), key=_age, default=None)
+            if oldest is not None:
+                failpoint("before_recycle")
+                self._store.release(oldest)
+                self.patience.served()
+                return self._store.claim(size_bytes)
+            self._wait_or_refuse(shard, verdicts, began)
+
+    def sealed(self, sealed: Sealed) -> None:
+        """The others see it in the directory."""
+
+    def void(self, generation: Generation) -> None:
+        """Where even that can't be done (the directory is gone), they find out at this rank's next save."""
+        with contextlib.suppress(FlashError, OSError):
+            self._store.mark_void(generation)
+
+    def prepare(self, size_bytes: int, rank: int) -> None:
+        on_mapped = None
+        if self.memory is not None:
+            self.memory.keep_only(size_bytes)
+            on_mapped = self.memory.pin
+        self._store.prepare(size_bytes, lacking(self._store, rank, self._config.slots), on_mapped)
+
+    def follow(self, handle: SaveHandle) -> None:
+        """Sealed is as far as it gets."""
+
+    def ended_ranks(self) -> dict[int, str]:
+        """Nobody watches them without an agent."""
+        return {}
+
+    def flush(self, step: int | None) -> Generation:
+        raise ConfigError(
+            "flush: expected an agent, which writes the persistent tier, found agent='off'",
+            hint="leave CheckpointConfig(agent=…) and FLASHCKPT_AGENT at their defaults",
+        )
+
+    def put_line(self, line: Line, base: Generation | None) -> None:
+        self._store.write_line(line)
+
+    def close(self, timeout: float) -> None:
+        pass
+
+    def _release_left_behind(self, others: list[Sealed], free: set[Generation], shard: ShardId) -> None:
+        """Gives shards of processes that are gone back to the pool.
+
+        Each rank takes those of its own number (modulo the world), so that ranks do not race for them and,
+        after a restart with the same world, finds a slot of just its size.
+        """
+        for one in others:
+            if one.shard.generation in free and one.shard.rank % shard.world == shard.rank and is_dead(one.writer):
+                self._store.release(one)
+
+    def _wait_or_refuse(self, shard: ShardId, verdicts: dict[Generation, GenerationVerdict], began: float) -> None:
+        step, waited = shard.generation.step, time.monotonic() - began
+        may_wait = self._config.on_busy == "wait" and self.patience.is_left
+        in_time = may_wait and waited < self._config.save_timeout
+        if in_time and self.patience.look(step, waited, lambda: _pending(verdicts)):
+            time.sleep(_POLL_SECONDS)
+            return
+        if may_wait:
+            self.patience.exhaust()
+        raise BusyError(
+            f"{shard}: all {self._config.slots} slots hold generations that are still needed; {_pending(verdicts)}"
+            f"{self.patience.who(step)}",
+            hint="save less often, raise slots_per_rank, or look for the ranks that lag",
+            step=step,
+        )
+
+
+def _pending(verdicts: dict[Generation, GenerationVerdict]) -> str:
+    return "; ".join(f"{g}: {v.reason}" for g, v in verdicts.items() if v.state is GenerationState.PENDING)
+
+
+def lacking(store: SlotStore, rank: int, slots: int) -> int:
+    """How many of its slots a rank does not have yet. What it sealed, also in an earlier launch, is used again."""
+    return max(0, slots - sum(one.shard.rank == rank for one in store.scan()))
+
+
+def judge_store(store: SlotStore, launch: Launch) -> tuple[tuple[Sealed, ...], dict[Generation, GenerationVerdict]]:
+    """The sealed shards of this node, and the state of each generation among them."""
+    scan = store.scan()
+    tags = {one.shard: one.tag for one in scan}
+    lines = store.read_lines()
+    roots = {line.head: line.root for line in lines}
+    return scan, judge(tags, launch, lines[-1] if lines else None, store.voids(), roots)
+
+
+def _age(sealed: Sealed) -> tuple[int, int, int, int]:
+    return age_order(sealed.shard.generation)

@@ -1,1 +1,0 @@
-"""How bytes move between nodes: both halves of a push, without the wire between them."""
