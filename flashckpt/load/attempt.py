@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import struct
-import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -65,7 +64,6 @@ class Attempt:
         self._pieces: Mapping[int, Int64s] | None = None  # where far shards' bytes belong, if they may go there
         self._landed: frozenset[int] = frozenset()  # ranks whose shards go straight into the tensors
         self._has_read = False
-        self.retrieve_seconds = 0.0
         self._open = contextlib.ExitStack()
 
     def __enter__(self) -> Attempt:
@@ -191,7 +189,6 @@ class Attempt:
         `needs` are those of all ranks. StepBackError where something can't be had. Where ranks fetch for themselves,
         those that have all they need, or need nothing of their agent, read it meanwhile.
         """
-        began = time.perf_counter()
         context = self._context
         retrievals = self._plan(needs)
         names: dict[int, str] = {}
@@ -219,7 +216,6 @@ class Attempt:
         self.fetched = frozenset({transfer.shard for transfer in transfers} - self.near)
         # A shard that vanished or was recycled since is another copy's turn: all ranks have to know.
         agree(context.group, context.node, f"opening {self.generation}", lambda: self._open_all(transfers, names))
-        self.retrieve_seconds = time.perf_counter() - began
 
     def _plan(self, needs: Sequence[bytes]) -> dict[Fetcher, tuple[Retrieval, ...]]:
         decoded = [decode_needs(one[1:]) for one in needs]

@@ -63,10 +63,6 @@ class Inventory:
     remembered: dict[Launch, int]  # earlier launches → the first node that knows their members
     damaged_lines: tuple[str, ...] = ()  # nodes with files of lines that can't be believed
 
-    @property
-    def is_empty(self) -> bool:
-        return not len(self.copies)
-
     def launches(self) -> set[Launch]:
         """That anything is left of, whole or not."""
         return {launch_of(generation) for generation, _ in self.generations}

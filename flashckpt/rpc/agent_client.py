@@ -59,21 +59,6 @@ class AgentClient:
             compression=grpc.Compression.NoCompression,
         )
 
-    def wait_ready(self, timeout: float) -> None:
-        """Until there is a connection. It may be one to an agent that is just dying: the call after it then raises
-        AgentError, and the next one connects to its successor."""
-        ready = grpc.channel_ready_future(self._channel)
-        try:
-            ready.result(timeout)
-        except grpc.FutureTimeoutError as error:
-            raise AgentError(
-                f"agent at {self.socket_path}: expected it to accept connections, waited {timeout:g} s in vain",
-                socket_path=self.socket_path,
-                waited=timeout,
-            ) from error
-        finally:
-            ready.cancel()
-
     def hello(
         self,
         owner: Owner,

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import mmap
 import os
-import stat
 from typing import TYPE_CHECKING
 
 from flashckpt.errors import ClosedError, ConflictError, NoSpaceError
@@ -189,19 +188,6 @@ class JobFiles:
         for a socket's address, which holds 107 bytes.
         """
         return f"/proc/self/fd/{self.job_dirfd}/{check_plain_name(name)}"
-
-    def remove_socket(self, name: str) -> bool:
-        """What an agent that has died left bound. False where there is no socket of that name."""
-        self._check_usable()
-        found = self._directory.stat(None, check_plain_name(name))
-        if found is None or not stat.S_ISSOCK(found.st_mode):
-            return False
-        return self._directory.remove(None, name)
-
-    def open_lock(self, name: str) -> int:
-        """A descriptor for reading and writing of a file that is made where it is missing; the caller's to close."""
-        with self._writing_small():
-            return self._directory.open_file(None, check_plain_name(name), write=True, create=True)
 
     # -- inside -------------------------------------------------------------------------------------------
 

@@ -530,7 +530,6 @@ def trainer(memory_dir, **changes):
     directory = open_directory(memory_dir, JOB)
     try:
         with AgentClient(f"/proc/self/fd/{directory.fd}/agent.sock") as client:
-            client.wait_ready(10)
             lease = client.hello(Owner.current(), 0, VERSION, JOB)
             yield client
             client.bye(lease.ticket)

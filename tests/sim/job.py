@@ -288,7 +288,7 @@ class Job:
             self.kill(launch)  # a person has to think about it
             return
         picked, choice = found
-        if not inventory.is_empty and not choice.candidates and not choice.passed_over:
+        if len(inventory.copies) and not choice.candidates and not choice.passed_over:
             raise Violation("NO-FRESH-START", f"launch {launch.number} passes shards over in silence")
         chosen = self._newest_readable(launch, choice)
         if world.trace:

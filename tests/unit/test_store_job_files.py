@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import socket
@@ -268,7 +267,6 @@ def test_names_that_are_no_file_of_ours(store, name):
         lambda: store.write_secret(name, b"x"),
         lambda: store.read_secret(name),
         lambda: store.socket_path(name),
-        lambda: store.open_lock(name),
     ):
         with pytest.raises(ConfigError, match="file name"):
             call()
@@ -305,7 +303,7 @@ def test_folder_that_is_not_ours_alone(store, tmp_path, kind):
     assert not list(tmp_path.iterdir())
 
 
-# --- socket and lock
+# --- socket
 
 
 def test_socket_path_serves_to_bind_and_to_connect_however_deep_it_lies(memory_dir):
@@ -321,29 +319,6 @@ def test_socket_path_serves_to_bind_and_to_connect_however_deep_it_lies(memory_d
             client.connect(path)
         assert (store.path / "agent.sock").is_socket()
         assert store.check() == []
-        assert store.remove_socket("agent.sock")
-        assert not store.remove_socket("agent.sock")
-        os.close(store.open_lock("agent.lock"))
-        assert not store.remove_socket("agent.lock"), "it is no socket"
-        assert store.check() == []
-
-
-def test_lock(store, tmp_path):
-    first, second = store.open_lock("agent.lock"), store.open_lock("agent.lock")
-    assert stat.S_IMODE(os.fstat(first).st_mode) == 0o600
-    fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    with pytest.raises(BlockingIOError):
-        fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    os.write(first, b"pid")
-    assert os.pread(second, 10, 0) == b"pid"
-    assert not os.get_inheritable(first)
-    os.close(first)
-    os.close(second)
-    (store.path / "agent.lock").unlink()
-    (store.path / "agent.lock").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(UnsafeDirectoryError):
-        store.open_lock("agent.lock")
-    assert not (tmp_path / "elsewhere").exists()
 
 
 def test_closed_store(memory_dir):
@@ -364,7 +339,7 @@ def test_check_sees_what_is_wrong_beside_the_slots(store, memory_dir):
     store.write_session(b"s")
     store.write_record(record(1))
     store.write_secret("key.pem", b"k")
-    os.close(store.open_lock("agent.lock"))
+    (store.path / "agent.lock").touch(mode=0o600)
     (store.path / "agent.log").touch(mode=0o600)
     assert store.check() == []
     assert store.status().foreign_names == 0

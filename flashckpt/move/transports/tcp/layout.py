@@ -129,10 +129,6 @@ class Batches:
             self._rest = next(self._ranges, None)
             return rest
 
-    @property
-    def is_empty(self) -> bool:
-        return self._rest is None
-
     def stop(self) -> None:
         with self._lock:
             self._rest, self._ranges = None, iter(())
