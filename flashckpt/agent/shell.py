@@ -55,10 +55,11 @@ from flashckpt.protocol.events import (
 from flashckpt.protocol.flush_spec import FlushSpec
 from flashckpt.protocol.ledger import threshold
 from flashckpt.protocol.line import by_head, launch_of
+from flashckpt.protocol.node_inventory import Holding, NodeInventory
 from flashckpt.protocol.replicate import Limits
 from flashckpt.rpc.agent_server import AgentServer
 from flashckpt.rpc.api import GenerationProgress
-from flashckpt.types import Held, Holding, Level, NodeInventory, ShardId, age_order
+from flashckpt.types import Held, Level, ShardId, age_order
 
 if TYPE_CHECKING:
     from flashckpt.agent.helper import Starter

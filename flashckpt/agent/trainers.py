@@ -38,9 +38,10 @@ if TYPE_CHECKING:
     from flashckpt.agent.shell import Shell
     from flashckpt.protocol.events import Effect
     from flashckpt.protocol.line import Line
+    from flashckpt.protocol.node_inventory import NodeInventory
     from flashckpt.rpc.api import RetrieveNews
     from flashckpt.rpc.credentials import Bundle
-    from flashckpt.types import Generation, NodeInventory, Retrieval, Session, ShardId
+    from flashckpt.types import Generation, Retrieval, Session, ShardId
 
 _log = logging.getLogger(__name__)
 

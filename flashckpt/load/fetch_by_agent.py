@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 
     from flashckpt.agent.link import AgentLink
     from flashckpt.load.holders import Holders
+    from flashckpt.protocol.node_inventory import NodeInventory
     from flashckpt.rpc.agent_client import AgentClient
     from flashckpt.rpc.api import RetrieveNews, ShardProblem
     from flashckpt.store.slots import SlotStore
-    from flashckpt.types import NodeInventory, Retrieval, ShardId
+    from flashckpt.types import Retrieval, ShardId
 
 log = logging.getLogger(__name__)
 

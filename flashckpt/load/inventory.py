@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from flashckpt.protocol.line import Line
-    from flashckpt.types import NodeInventory
+    from flashckpt.protocol.node_inventory import NodeInventory
 
 Table = npt.NDArray[Any]
 NOBODY = 0xFFFFFFFF

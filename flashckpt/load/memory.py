@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from flashckpt.errors import CorruptShardError, FlashError, NotFoundError, RetrieveError
 from flashckpt.move.outgoing import hold
-from flashckpt.types import Holding, Level, NodeInventory
+from flashckpt.protocol.node_inventory import Holding, NodeInventory
+from flashckpt.types import Level
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -27,10 +27,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
 
     from flashckpt.protocol.line import Line
+    from flashckpt.protocol.node_inventory import NodeInventory
     from flashckpt.rpc.api import GenerationProgress, Lease, Overtaken, RetrieveNews, TrainerState
     from flashckpt.rpc.credentials import Bundle
     from flashckpt.store.owner import Owner
-    from flashckpt.types import Claimant, Generation, Launch, NodeInventory, Retrieval, Session, ShardId
+    from flashckpt.types import Claimant, Generation, Launch, Retrieval, Session, ShardId
 
 # The status of a large job is long, and it comes from our own agent.
 _MAX_RECEIVE_BYTES = 64 << 20

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from flashckpt.protocol.line import Line
+    from flashckpt.protocol.node_inventory import NodeInventory
     from flashckpt.rpc.credentials import Bundle
     from flashckpt.store.owner import Owner
     from flashckpt.types import (
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
         Generation,
         Launch,
         Level,
-        NodeInventory,
         Retrieval,
         Session,
         ShardId,

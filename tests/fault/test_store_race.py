@@ -230,7 +230,8 @@ def test_second_seal_of_one_shard_withdraws(memory_dir):
 
 def test_lines_written_by_many_end_in_the_newest(memory_dir):
     code = (
-        "import random, sys\nfrom flashckpt.store.slots import SlotStore\nfrom flashckpt.protocol.line import from_fence\n"
+        "import random, sys\nfrom flashckpt.store.slots import SlotStore\n"
+        "from flashckpt.protocol.line import from_fence\n"
         "store = SlotStore.open(sys.argv[1], 'job')\nepochs = list(range(1, 101))\n"
         "random.Random(sys.argv[2]).shuffle(epochs)\n"
         "print('ready', flush=True)\nsys.stdin.readline()\n"

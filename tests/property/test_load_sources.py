@@ -22,7 +22,8 @@ from flashckpt.load.sources import (
     plan_retrievals,
     union,
 )
-from flashckpt.types import Box, ChunkRange, Generation, Held, Holding, Level, NodeInventory, ShardId, TensorEntry
+from flashckpt.protocol.node_inventory import Holding, NodeInventory
+from flashckpt.types import Box, ChunkRange, Generation, Held, Level, ShardId, TensorEntry
 
 CHUNK = 1 << 18
 GENERATION = Generation(5, 7, 100, 1)

@@ -9,8 +9,9 @@ from flashckpt.errors import AmbiguousHistoryError
 from flashckpt.load.choose import choose
 from flashckpt.load.inventory import copies_of, encode, merge
 from flashckpt.protocol.line import Ancestor, Line, from_fence
+from flashckpt.protocol.node_inventory import Holding, NodeInventory
 from flashckpt.save.retention import GenerationState, GenerationVerdict, judge, releasable
-from flashckpt.types import Generation, Held, Holding, Launch, Level, NodeInventory, ShardId, age_order
+from flashckpt.types import Generation, Held, Launch, Level, ShardId, age_order
 
 WORLD = 3
 generations = st.builds(

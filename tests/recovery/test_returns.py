@@ -5,6 +5,8 @@ Situations 6 and 10: see docs/testing.md.
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from flashckpt.testing import Cluster
@@ -64,14 +66,25 @@ def test_two_histories_never_mix(tmp_path, uninterrupted):
         fresh.resumed(None)
         fresh.finish()
 
-        # The old ones return, as members and even with the first rank.
+        # The old ones return, as members and even with the first rank: which history is meant, nobody can know.
         assert 3 in steps_on(old[0])
-        both = job.launch(14, hold=[3], nodes=[old[0], new[0]])
-        both.resumed(2)
-        both.holding(3).kill()
-        last = job.launch(4, nodes=[old[1], new[1]])
+        both = job.launch(14, nodes=[old[0], new[0]])
+        message = both.refused()[0]  # on all ranks alike
+        assert "expected one history, found 2" in message
+        assert both.launch.wait(150) != {0: 0}
+        (shorter,) = re.findall(r"history ([0-9a-f]{16}): newest step 2 ", message)
+        (longer,) = re.findall(r"history ([0-9a-f]{16}): newest step 3 ", message)
+        assert shorter != longer
+
+        # A person chooses, on each pair of machines: none knows of what was said on the others.
+        chosen = job.launch(14, hold=[3], nodes=[old[0], new[0]], arguments=[f"--history={shorter}"])
+        chosen.resumed(2)
+        chosen.holding(3).kill()
+        last = job.launch(4, nodes=[old[1], new[1]], arguments=[f"--history={shorter}"])
         last.resumed(2)
         last.finish()
+        # All together: the one that was chosen last goes on from the same step as the other, and neither knew of it.
+        assert "expected one history, found 2" in job.launch(14).refused()[0]
         job.assert_as_uninterrupted(uninterrupted("fsdp", 2))
 
 

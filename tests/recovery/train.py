@@ -140,7 +140,7 @@ def run(options, journal, training, checkpointer):
 def resume(options, journal, training, checkpointer):
     state = training.capture()
     try:
-        resumed = checkpointer.load(state, options.load_step, allow_fresh=options.allow_fresh)
+        resumed = checkpointer.load(state, options.load_step, allow_fresh=options.allow_fresh, history=options.history)
     except flashckpt.FlashError as error:
         journal.tell("refused", type=type(error).__name__, code=error.code, message=str(error))
         dist.barrier()  # else a launcher that sees one rank end would end others before they have spoken
@@ -197,6 +197,7 @@ def parse_arguments():
     parser.add_argument("--hold-loaded", action="store_true", help="wait after the load")
     parser.add_argument("--load-step", type=int)
     parser.add_argument("--allow-fresh", action="store_true")
+    parser.add_argument("--history")
     return parser.parse_args()
 
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from flashckpt.load.inventory import encode
 from flashckpt.protocol.events import Started
 from flashckpt.protocol.line import by_head, launch_of, newer, order
-from flashckpt.types import Holding, Level, NodeInventory
+from flashckpt.protocol.node_inventory import Holding, NodeInventory
+from flashckpt.types import Level
 
 if TYPE_CHECKING:
     from flashckpt.protocol.core import AgentCore

@@ -6,7 +6,8 @@ from flashckpt.errors import AmbiguousHistoryError
 from flashckpt.load.choose import choose, explain
 from flashckpt.load.inventory import encode, merge
 from flashckpt.protocol.line import from_fence
-from flashckpt.types import Generation, Held, Holding, Launch, Level, Member, NodeInventory, Session, ShardId
+from flashckpt.protocol.node_inventory import Holding, NodeInventory
+from flashckpt.types import Generation, Held, Launch, Level, Member, Session, ShardId
 
 
 def whole(*generations, world=2):

@@ -8,7 +8,8 @@ import pytest
 
 from flashckpt.errors import InternalError
 from flashckpt.load.inventory import _COPY, encode, merge
-from flashckpt.types import Generation, Held, Holding, Level, NodeInventory, ShardId
+from flashckpt.protocol.node_inventory import Holding, NodeInventory
+from flashckpt.types import Generation, Held, Level, ShardId
 
 OLD, NEW = Generation(1, 10, 8, 3), Generation(1, 10, 9, 1)
 

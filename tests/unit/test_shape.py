@@ -35,7 +35,7 @@ MAY_IMPORT = {
         *("protocol", "ranks", "format", "store", "native"),
     },
     "start": {"config", "torch", "load", "save", "agent", "rpc", "protocol", "ranks", "store"},
-    "checkpointer": {"config", "torch", "start", "load", "save", "state", "ranks", "store"},
+    "checkpointer": {"config", "torch", "start", "load", "save", "state", "ranks", "protocol", "store"},
     "dcp": {"torch", "checkpointer", "start", "load", "save", "state", "format", "store"},
     "training": {"config", "torch", "numpy", "manager", "load", "persist", "save", "state", "ranks", "format"},
     "manager": {"config", "torch", "checkpointer", "training", "start", "load", "save"},
@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "demo": {"torch", "rich", "testing", "store"},
     "doctor": {"config", "cryptography", "agent", "persist", "rpc", "store", "native"},
     "cli": {
-        *("click", "rich", "demo", "doctor", "export", "training", "persist", "save", "state", "agent"),
+        *("click", "rich", "demo", "doctor", "export", "training", "load", "persist", "save", "state", "agent"),
         *("config", "protocol", "format", "store", "native"),
     },
 }
