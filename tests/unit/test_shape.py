@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "training": {"config", "torch", "numpy", "manager", "load", "persist", "save", "state", "ranks", "format"},
     "manager": {"config", "torch", "checkpointer", "training", "start", "load", "save"},
     "export": {"torch", "safetensors", "load", "persist", "save", "state", "format", "store"},
-    "testing": {"torch", "agent", "format", "store", "native"},
+    "testing": {"torch", "agent", "protocol", "format", "store", "native"},
     "demo": {"torch", "rich", "testing", "store"},
     "doctor": {"config", "cryptography", "agent", "persist", "rpc", "store", "native"},
     "cli": {
