@@ -6,16 +6,19 @@ import threading
 from typing import TYPE_CHECKING
 
 from flashckpt.agent.bundle_file import read_bundle
-from flashckpt.errors import PeerError
+from flashckpt.errors import CorruptShardError, PeerError
 from flashckpt.move.transports.grpc.client import PeerClient
+from flashckpt.protocol.session import decode_session
 from flashckpt.protocol.wire import GetOpen
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from flashckpt.agent.process import Options
     from flashckpt.move.seam import Taker
     from flashckpt.protocol.wire import GetRefused
     from flashckpt.store.slots import SlotStore
-    from flashckpt.types import ChunkRange, Session, ShardId
+    from flashckpt.types import ChunkRange, Member, Session, ShardId
 
 
 class Holders:
@@ -24,14 +27,18 @@ class Holders:
     Only reads: what a holder finds in its copies, and everything that is told or pushed, is between agents.
     """
 
-    def __init__(self, store: SlotStore, session: Session, options: Options) -> None:
-        """PeerError where the node has no credentials."""
-        kept = read_bundle(store)
-        if kept is None:
+    def __init__(self, store: SlotStore, members: Iterable[Member], options: Options) -> None:
+        """`members`: the nodes that load. PeerError if the node has no credentials, or its agent no session.
+
+        IMPORTANT: it speaks in the name of the launch that the node's agent works for. Holders adopt every newer launch
+        that they hear of; that of a reader beside the training would end the training's saves.
+        """
+        kept, session = read_bundle(store), _session_of(store)
+        if kept is None or session is None:
             raise PeerError(f"{options.node_id}: expected credentials to speak to other nodes with, found none")
         self._bundle = kept[0]
         self._launch, self._line = session.launch, store.read_line()
-        self._addresses = {member.node_id: member.address for member in session.members}
+        self._addresses = {member.node_id: member.address for member in (*members, *session.members)}
         self._options = options
         self._lock = threading.Lock()  # protects what follows
         self._clients: dict[str, PeerClient] = {}
@@ -78,3 +85,12 @@ class Holders:
             clients = list(self._clients.values())
         for client in clients:
             client.close()
+
+
+def _session_of(store: SlotStore) -> Session | None:
+    """What the node's agent works for, as it has kept it."""
+    data = store.read_session()
+    try:
+        return None if data is None else decode_session(data)
+    except CorruptShardError:
+        return None

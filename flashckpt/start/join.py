@@ -56,7 +56,7 @@ def join(
     session = _session(settings, topology, launch, addresses)
     slots = AgentSlots(store, link, session, bundle, settings.config)
     straight = settings.config.fetch == "tensors" and len(topology.nodes) > 1
-    holders = (lambda: Holders(store, slots.session, options)) if straight else None
+    holders = (lambda: Holders(store, slots.session.members, options)) if straight else None
     return slots, AgentMemory(link, store, holders)
 
 

@@ -39,8 +39,9 @@ def session(cluster, nodes, *, loads=None, saves=(), level="replicated", config=
     assert loads is None or all(loaded[rank]["matches"] for rank in (0, 1) if rank in loaded), loaded
     for step in saves:
         assert {one["outcome"] for one in trainers.save(step, level, timeout=120).values()} == {"ok"}
-    if killed:
-        trainers.kill()
+    if killed:  # with the agents, so that they bring nothing to disk
+        for node in trainers.launch.nodes:
+            node.kill()
     else:
         assert set(trainers.stop()) == {0}
     return loaded[0]
@@ -136,6 +137,18 @@ def test_what_a_rollback_abandoned_never_comes_back(cluster):
     assert error["code"] == "FC-DIR-001" or "20" in error["message"]
 
 
+def test_an_evaluation_that_fetches_from_other_nodes_leaves_the_training_alone(cluster):
+    """Readers spoke in the name of their own launch, which holders then took for the one that owns the job."""
+    training = launch(cluster, 0, 1, 2)
+    training.load()
+    assert {one["outcome"] for one in training.save(1, "replicated").values()} == {"ok"}
+    # Each rank runs on another node than in the training, and one node lacks what its rank reads.
+    found = session(cluster, [1, 2, 0], loads=1, read_only=True)
+    assert found["source"] == "peer" or found["source"] == "memory"
+    assert {one["outcome"] for one in training.save(2, "replicated", timeout=30).values()} == {"ok"}
+    assert set(training.stop()) == {0}
+
+
 def lose_all_memory(cluster):
     for node in cluster.nodes:
         node.kill()
@@ -153,7 +166,6 @@ def test_what_a_rollback_abandoned_never_comes_back_from_disk(cluster, tmp_path)
     persist_dir = tmp_path / "persist"
     session(cluster, [0, 1], saves=[10, 20, 30], level="persisted", config=config)
     session(cluster, [0, 1], loads=10, step=10, saves=[15], level="persisted", config=config)
-    # Killed, so that their end brings nothing to disk.
     session(cluster, [0, 1], loads=15, saves=[25], config=config, killed=True)
     session(cluster, [0, 1], loads=25, config=config, killed=True)
     lose_all_memory(cluster)
