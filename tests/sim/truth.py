@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from flashckpt.protocol.line import GIVEN_UP, NOTHING, order
+from flashckpt.protocol.line import GIVEN_UP, NOTHING, launch_of, order
+from flashckpt.types import age_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -130,6 +131,16 @@ class Truth:
         """A launch that knows it has chosen what to go on from."""
         return any(launch in one.knows for one in self.chosen)
 
+    def _has_later_commit(self, machine: Machine, guard: SimLaunch, instance: Instance) -> bool:
+        """A node that has not heard that its launch is over may commit a later step of it. That promises nothing, since
+        the job has gone on from elsewhere. But all ranks' shards were acknowledged: it takes the earlier one's place.
+        """
+        record = machine.core.threshold
+        if record is None or not self._is_overtaken(guard):
+            return False
+        later = launch_of(record.generation) == launch_of(instance.generation)
+        return later and age_order(record.generation) > age_order(instance.generation)
+
     # --- checks ---------------------------------------------------------------------------------------------
 
     def on_release(self, machine: Machine, shard: ShardId, file: File | None, reason: str) -> None:
@@ -137,7 +148,10 @@ class Truth:
             return
         instance, core = file.instance, machine.core
         guard = self.guards.get(instance)
-        if instance in self.promised and guard is not None and machine in guard.members and file.good:
+        is_bound = (
+            guard is not None and machine in guard.members and not self._has_later_commit(machine, guard, instance)
+        )
+        if instance in self.promised and is_bound and file.good:
             raise Violation("NO-EARLY-GC", f"{machine} drops {shard} of the promised {instance}: {reason}")
         said = core.threshold if core is not None else None
         is_present = said is not None and machine.heard == self.instances[said.generation].launch.order

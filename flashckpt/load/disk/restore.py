@@ -27,6 +27,7 @@ from flashckpt.persist.catalog import lines_from_json, lines_to_json, read_lines
 from flashckpt.persist.names import step_of
 from flashckpt.persist.storage import open_storage
 from flashckpt.persist.tenancy import EMPTIED_HINT, check_place, look_around, whose, why_emptied
+from flashckpt.protocol.line import launch_of, name_of
 from flashckpt.state.assumed import Reader
 from flashckpt.types import Generation, age_order
 from flashckpt.workers import begin_in_thread
@@ -340,7 +341,7 @@ def load_newest(
             problems.append(error.message)
         else:
             return None if found is None else newer(found)
-    raise _nothing(missing, choice, disk, on_disk, problems, request.step)
+    raise _nothing(missing, choice, disk, on_disk, problems, request.step, recovery.picked)
 
 
 def _in_order(memory: tuple[Generation, ...], disk: tuple[OnDisk, ...]) -> Iterator[tuple[Generation, ...] | OnDisk]:
@@ -363,12 +364,20 @@ def _nothing(
     on_disk: DiskChoice,
     problems: list[str],
     step: int | None,
+    picked: Pick,
 ) -> FlashError:
     reasons = [*problems, *on_disk.passed_over, *(f"{generation}: {why}" for generation, why in choice.passed_over)]
     if step is not None and not problems:
+        abandoned = sorted(
+            name_of(launch_of(one.generation))
+            for one in disk.steps
+            if one.generation.step == step and not one.problem and picked.why_not(one.generation)
+        )
         foreign = [f"{what} is not written by this job" for number, what in disk.foreign if number == step]
         why = "".join(f"; {one}" for one in (disk.problem, *foreign) if one)
         hint = "load(path=…) loads it" if foreign else ""
+        if abandoned:
+            hint = f"load(step={step}, history={abandoned[-1]!r}) goes back to what was abandoned"
         if missing is not None:
             return NotFoundError(
                 f"{missing.message}; nor on disk{why}", hint=hint or missing.hint, step=step, parts=True
