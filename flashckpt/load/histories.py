@@ -187,6 +187,7 @@ def _others(
 
 def _named(history: str, lines: Mapping[Launch, Line], whole: Iterable[Generation]) -> Line:
     name = history.lower().removeprefix("0x")
+    lines = _with_left_behind(lines, whole)
     found = [line for head, line in lines.items() if name and name_of(head).startswith(name)]
     if len(found) == 1:
         return found[0]
@@ -200,6 +201,20 @@ def _named(history: str, lines: Mapping[Launch, Line], whole: Iterable[Generatio
         f"{len(found) or 'none'} among {', '.join(names) or 'none'}",
         hint="`flashckpt histories` lists them",
     )
+
+
+def _with_left_behind(lines: Mapping[Launch, Line], whole: Iterable[Generation]) -> dict[Launch, Line]:
+    """Add a line for each launch that has something whole and whose own line is gone: persist_dir keeps only those that
+    no other one knows of. It went on from what the newest line that lists it has of older launches."""
+    found = dict(lines)
+    for launch in {launch_of(one) for one in whole} - set(lines):
+        listing = [line for line in lines.values() if line.cut(launch) is not None and launch.epoch]
+        if listing:
+            line = max(listing, key=_head_order)
+            older = tuple(one for one in line.listed if order(one.launch) < order(launch))
+            floor = line.floor if line.floor is not None and order(line.floor.launch) < order(launch) else None
+            found[launch] = Line(launch, line.root, older, floor)
+    return found
 
 
 def _ambiguous(

@@ -276,3 +276,13 @@ def test_whoever_starts_anew_gives_up_all_that_is_known():
     line = picked.line_for(NEXT, None)
     whole = [at(A, 10), at(C, 30), at(STRANGER, 3), at(D, 5), at(NEXT, 1)]
     assert candidates(pick([A_B_C, STRAY, line], whole), whole) == [at(NEXT, 1)]
+
+
+def test_a_launch_whose_own_line_is_gone_is_found_by_what_is_left_of_it():
+    """On disk only the newest line is kept; what it has left behind is whole there all the same."""
+    line = begun(A).continued(B, at(A, 10)).continued(NEXT, at(A, 10))
+    picked = pick([line], [at(A, 10), at(A, 30), at(B, 20), at(NEXT, 11)], [A, B, NEXT], history=name_of(B))
+    assert candidates(picked, [at(A, 10), at(A, 30), at(B, 20), at(NEXT, 11)]) == [at(A, 10), at(B, 20)]
+    assert NEXT in picked.given_up
+    picked = pick([line], [at(A, 10), at(A, 30)], [A], history=name_of(A))
+    assert candidates(picked, [at(A, 10), at(A, 30)]) == [at(A, 10), at(A, 30)]
