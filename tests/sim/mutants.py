@@ -480,10 +480,10 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "pushes_once": Mutant(part=_PushesOnce, seed=9),
     "records_by_step": Mutant(replace=((ledger, "_newest_records", _records_by_step),), seed=883),
-    "reports_what_is_gone": Mutant(part=_ReportsWhatIsGone, seed=4676),
+    "reports_what_is_gone": Mutant(part=_ReportsWhatIsGone, seed=12173),
     "unbounded_slots": Mutant(part=_UnboundedSlots, seed=1),
     "void_after_commit": Mutant(part=_CommitsAgainstVoid, seed=3717),
-    "void_after_report": Mutant(part=_VoidAfterReport, seed=4676),
+    "void_after_report": Mutant(part=_VoidAfterReport, seed=12609),
     "waits_for_ever": Mutant(part=_NeverTiresOfWaiting, seed=9),
     "zombie_accepted": Mutant(part=_ZombieAccepted, seed=6),
 }
