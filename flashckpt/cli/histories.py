@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import enum
 import secrets
 import sys
 import time
@@ -14,10 +16,12 @@ from flashckpt.cli.entry import NOTHING_FOUND, OK
 from flashckpt.cli.memory import memory_dir_of, open_store, selected_job
 from flashckpt.cli.options import where
 from flashckpt.cli.output import note, print_json, printable
-from flashckpt.cli.persisted import persist_dir_of, persisted_steps
-from flashckpt.errors import FlashError, LiveJobError
+from flashckpt.cli.persisted import persist_dir_of
+from flashckpt.config import CheckpointConfig, resolve
+from flashckpt.errors import AgentError, CorruptShardError, FlashError, LiveJobError, PersistError
 from flashckpt.load.histories import chosen, date_of, ends
-from flashckpt.protocol.line import EVERYTHING, NOTHING, Line, by_head, launch_of, name_of, order
+from flashckpt.protocol.line import EVERYTHING, NOTHING, Ancestor, Line, by_head, launch_of, name_of, order
+from flashckpt.protocol.session import decode_session
 from flashckpt.types import Launch
 
 if TYPE_CHECKING:
@@ -25,9 +29,10 @@ if TYPE_CHECKING:
 
     from flashckpt.persist.catalog import Persisted
     from flashckpt.store.slots import SlotStore
-    from flashckpt.types import Generation
+    from flashckpt.types import Generation, Session
 
 _SHOWN_STEPS = 8
+_SHOWN_NODES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +41,12 @@ class Seen:
 
     job: str
     memory_dir: str
-    persist_dir: str | None
+    persist_dir: str | None  # None: there is none, or it is another job's
     lines: tuple[Line, ...]
     memory: dict[Generation, tuple[int, int]]  # ranks with a shard on this node, and in all
     committed: frozenset[Generation]
+    nodes: dict[Launch, tuple[str, ...]]  # of the launches whose sessions are remembered here
+    here: str  # this node
     disk: tuple[Persisted, ...]
     problems: tuple[str, ...]
 
@@ -55,15 +62,35 @@ class Seen:
         return [*memory, *(one.generation for one in self.disk if not one.problem)]
 
 
+class State(enum.StrEnum):
+    """What a launch is to the histories that have something complete here."""
+
+    CURRENT = "current"  # the newest of the only history
+    ONE_OF_SEVERAL = "one of several histories"  # the newest of one of them: a person chooses
+    CONTINUED = "continued"  # its steps up to some step are on a history
+    ABANDONED = "abandoned"  # none of its steps is
+    UNRELATED = "of a history with nothing complete here"
+
+
+@dataclass(slots=True)
+class Step:
+    """Where one step of a launch lies."""
+
+    step: int
+    places: list[str] = field(default_factory=list)  # "memory", "partly in memory", "disk", "damaged on disk"
+    nodes: tuple[str, ...] = ()  # those that hold shards of it in memory, as far as is known here
+
+
 @dataclass(slots=True)
 class Branch:
     """One launch in the tree."""
 
     launch: Launch
-    parent: Launch | None
-    from_step: int | None
-    steps: dict[int, list[str]]  # step → where it lies: "memory", "partly in memory", "disk", "damaged on disk"
-    state: str = "abandoned"  # current, continued, abandoned, or another history
+    base: Ancestor | None  # what it went on from
+    is_root: bool  # it began with nothing; without a base either, what it went on from is not known here
+    steps: list[Step]
+    state: State = State.UNRELATED
+    up_to: int | None = None  # CONTINUED: the last step that counts; None: all of them do
     children: list[Branch] = field(default_factory=list)
 
 
@@ -78,7 +105,8 @@ def command(
 
     A launch goes on from a step of the one before it. What that one saved above the step is abandoned: it is never
     loaded unless a person goes back to it. Two histories of which none goes on from the other are both kept until a
-    person chooses: by load(history=NAME), or here. A name is the launch's; its first letters are enough.
+    person chooses: by load(history=NAME), or here, on a node that knows of both. A name is the launch's; its first
+    letters are enough.
     """
     directory = memory_dir_of(memory_dir, job)
     context.obj = seen = look(directory, selected_job(directory, job), persist_dir)
@@ -89,13 +117,16 @@ def command(
         shown = [_as_json(one) for one in _walk(roots)]
         print_json("histories/v1", {"job": seen.job, "launches": shown, "problems": list(seen.problems)})
     else:
+        hidden = _hide_idle(roots)
         for text in _drawn(roots):
             click.echo(printable(text))
+        if hidden:
+            note(f"Not shown: {hidden} launches that the job went on without and of which nothing lies here.")
     for problem in seen.problems:
         note(problem)
     if not as_json:
         note("Steps in memory are those with shards on this node; other nodes may have more.")
-    sys.exit(OK if roots else NOTHING_FOUND)
+    sys.exit(OK if seen.launches or seen.lines else NOTHING_FOUND)
 
 
 @command.command("choose")
@@ -116,10 +147,6 @@ def abandon(seen: Seen, name: str) -> None:
 
 def look(memory_dir: str, job: str, persist_dir: str | None) -> Seen:
     """Read what lies on this node and in persist_dir. Changes nothing."""
-    from flashckpt.persist.catalog import read_lines
-    from flashckpt.persist.storage import open_storage
-    from flashckpt.persist.tenancy import look_around
-
     problems: list[str] = []
     memory: dict[Generation, set[int]] = {}
     worlds: dict[Generation, int] = {}
@@ -130,98 +157,198 @@ def look(memory_dir: str, job: str, persist_dir: str | None) -> Seen:
         lines = list(store.read_lines())
         committed = frozenset(record.generation for record in store.read_records())
         problems += [f"{store.path}/{name} is damaged and ignored" for name in store.damaged_lines()]
+        sessions = _sessions(store)
         directory = persist_dir or persist_dir_of(store)
     disk: tuple[Persisted, ...] = ()
     if directory is not None:
-        try:
-            storage = open_storage(directory)
-            disk = look_around(storage, job).ours
-            lines += read_lines(storage)
-        except (FlashError, OSError) as error:
-            problems.append(error.message if isinstance(error, FlashError) else str(error))
-            disk = disk or tuple(persisted_steps(directory)[0])
+        directory, disk, more, found = _look_at_disk(directory, job)
+        lines += more
+        problems += found
     shards = {one: (len(ranks), worlds[one]) for one, ranks in memory.items()}
-    found = tuple(by_head(lines).values())
-    return Seen(job, memory_dir, directory, found, shards, committed, disk, tuple(problems))
+    nodes = {one.launch: tuple(member.node_id for member in one.members) for one in sessions}
+    here = resolve(CheckpointConfig(job=job, memory_dir=memory_dir)).node_id
+    if nodes and not any(here in members for members in nodes.values()):
+        here = "this node"  # its trainers have given it a name that is not known here
+    known = tuple(by_head(lines).values())
+    return Seen(job, memory_dir, directory, known, shards, committed, nodes, here, disk, tuple(problems))
+
+
+def _look_at_disk(
+    directory: str, job: str
+) -> tuple[str | None, tuple[Persisted, ...], tuple[Line, ...], tuple[str, ...]]:
+    """Return the directory unless it is another job's, the job's steps there, its lines, and what can't be used."""
+    from flashckpt.persist.catalog import read_lines
+    from flashckpt.persist.storage import open_storage
+    from flashckpt.persist.tenancy import check_place, look_around
+
+    steps: tuple[Persisted, ...] = ()
+    try:
+        check_place(directory)
+        storage = open_storage(directory)
+        tenancy = look_around(storage, job)
+        steps = tenancy.ours
+        if tenancy.is_others:
+            return None, steps, (), (tenancy.why_foreign(),)
+        return directory, steps, read_lines(storage), ()
+    except (FlashError, OSError) as error:
+        return directory, steps, (), (error.message if isinstance(error, FlashError) else f"{directory}: {error}",)
+
+
+def _sessions(store: SlotStore) -> list[Session]:
+    """Those that this node remembers; what can't be understood is left out."""
+    found = []
+    for data in (*(past for _, past in store.read_past_sessions()), store.read_session()):
+        with contextlib.suppress(CorruptShardError):
+            found += [] if data is None else [decode_session(data)]
+    return found
 
 
 def tree(seen: Seen) -> list[Branch]:
-    """Return the launches that began with nothing, each with those that go on from it, oldest first."""
+    """Return the launches that began with nothing, or of which that is not known, each with those that went on from it,
+    oldest first."""
     known = by_head(seen.lines)
     launches = {*known, *seen.launches, *(one.launch for line in known.values() for one in line.listed)}
-    branches: dict[Launch, Branch] = {}
-    for launch in sorted(launches, key=order):
-        line = known.get(launch)
-        base = next((one for one in reversed(line.listed) if one.step > NOTHING), None) if line else None
-        parent, step = (None, None) if base is None else (base.launch, base.step)
-        branches[launch] = Branch(launch, parent, step, _steps_of(launch, seen))
+    bases = _bases(known)
+    branches = {
+        launch: Branch(launch, bases.get(launch), launch in bases and bases[launch] is None, _steps_of(launch, seen))
+        for launch in sorted(launches, key=order)
+    }
     heads = ends(seen.lines, seen.whole)
-    for branch in branches.values():
-        branch.state = _state_of(branch, heads, known)
     roots: list[Branch] = []
     for branch in branches.values():
-        above = branches.get(branch.parent) if branch.parent is not None else None
+        _set_state(branch, heads, known)
+        above = None if branch.base is None else branches.get(branch.base.launch)
         (roots if above is None else above.children).append(branch)
     return roots
 
 
-def _steps_of(launch: Launch, seen: Seen) -> dict[int, list[str]]:
-    steps: dict[int, list[str]] = {}
+def _bases(known: dict[Launch, Line]) -> dict[Launch, Ancestor | None]:
+    """Return what each launch went on from, None if it began with nothing. Launches of which it is not known are left
+    out.
+
+    A line tells it of its head, and of those that the head descends from: their own lines may be gone.
+    """
+    own: dict[Launch, Ancestor | None] = {}
+    told: dict[Launch, Ancestor | None] = {}
+    for line in known.values():
+        path = [one for one in line.listed if one.step > NOTHING]
+        launches = [*(one.launch for one in path), line.head]
+        if launches[0] == line.root:
+            told[line.root] = None
+        # Between what lies below the floor launches may be missing.
+        told |= {
+            launch: base
+            for base, launch in zip(path, launches[1:], strict=True)
+            if line.floor is None or order(base.launch) > order(line.floor.launch)
+        }
+        if path:
+            own[line.head] = path[-1]
+    return told | own
+
+
+def _steps_of(launch: Launch, seen: Seen) -> list[Step]:
+    steps: dict[int, Step] = {}
     for one, (here, world) in seen.memory.items():
         if launch_of(one) == launch:
             is_whole = here == world or one in seen.committed
-            steps.setdefault(one.step, []).append("memory" if is_whole else "partly in memory")
-    for step in seen.disk:
-        if launch_of(step.generation) == launch:
-            steps.setdefault(step.step, []).append("damaged on disk" if step.problem else "disk")
-    return dict(sorted(steps.items()))
+            step = steps.setdefault(one.step, Step(one.step))
+            step.places.append("memory" if is_whole else "partly in memory")
+            # All nodes of a launch have shards of what it has committed.
+            members = seen.nodes.get(launch, ()) if one in seen.committed else ()
+            step.nodes = tuple(dict.fromkeys((*step.nodes, *members, *([] if seen.here in members else [seen.here]))))
+    for persisted in seen.disk:
+        if launch_of(persisted.generation) == launch:
+            step = steps.setdefault(persisted.step, Step(persisted.step))
+            step.places.append("damaged on disk" if persisted.problem else "disk")
+    return [steps[step] for step in sorted(steps)]
 
 
-def _state_of(branch: Branch, heads: list[Line], known: dict[Launch, Line]) -> str:
+def _set_state(branch: Branch, heads: list[Line], known: dict[Launch, Line]) -> None:
     line = known.get(branch.launch)
-    root = None if line is None else line.root
-    for head in reversed(heads):
-        if head.head == branch.launch:
-            return "current" if len(heads) == 1 else "one of several histories: a load asks which"
-        cut = head.cut(branch.launch, root)
-        if cut is not None and cut > NOTHING:
-            return f"continued up to step {cut}" if cut < EVERYTHING else "chosen"
-        if cut is not None:
-            return "abandoned"
-    return "of a history with nothing whole here"
+    cuts = [head.cut(branch.launch, None if line is None else line.root) for head in heads]
+    found = [cut for cut in cuts if cut is not None]
+    if any(head.head == branch.launch for head in heads):
+        branch.state = State.CURRENT if len(heads) == 1 else State.ONE_OF_SEVERAL
+    elif found:
+        highest = max(found)
+        branch.state = State.CONTINUED if highest > NOTHING else State.ABANDONED
+        branch.up_to = highest if NOTHING < highest < EVERYTHING else None
 
 
-def _walk(branches: list[Branch]) -> Iterator[Branch]:
-    for branch in branches:
+def _walk(roots: list[Branch]) -> Iterator[Branch]:
+    """Each launch, before those that went on from it."""
+    todo = roots[::-1]
+    while todo:
+        branch = todo.pop()
         yield branch
-        yield from _walk(branch.children)
+        todo += branch.children[::-1]
 
 
-def _drawn(branches: list[Branch], margin: str = "", is_root: bool = True) -> Iterator[str]:
-    for index, branch in enumerate(branches):
-        is_last = index == len(branches) - 1
-        mark, more = ("", "") if is_root else ("└─ ", "   ") if is_last else ("├─ ", "│  ")
-        origin = "began with nothing" if branch.from_step is None else f"from step {branch.from_step}"
-        if branch.from_step is not None and branch.from_step >= EVERYTHING:
-            origin = "chosen by a person"
-        yield f"{margin}{mark}{name_of(branch.launch)}  {date_of(branch.launch)}  {origin}  [{branch.state}]"
-        inner = margin + more + ("│    " if branch.children else "     ")
-        steps = list(branch.steps.items())
-        if len(steps) > _SHOWN_STEPS:
-            yield f"{inner}{len(steps) - _SHOWN_STEPS} older steps"
-        for step, places in steps[-_SHOWN_STEPS:]:
-            yield f"{inner}step {step}: {', '.join(places)}"
-        yield from _drawn(branch.children, margin + more, is_root=False)
+def _hide_idle(roots: list[Branch]) -> int:
+    """Take out launches of which nothing lies here, and nothing of what went on from them. Return how many."""
+    hidden = 0
+    for siblings in reversed([roots, *(branch.children for branch in _walk(roots))]):
+        idle = [one for one in siblings if not one.steps and not one.children and one.state is State.ABANDONED]
+        siblings[:] = [one for one in siblings if one not in idle]
+        hidden += len(idle)
+    return hidden
+
+
+def _drawn(roots: list[Branch]) -> Iterator[str]:
+    """Lines of text. A launch that alone went on from another one stands below it, not beside it."""
+    todo = [(branch, "", "") for branch in roots[::-1]]  # before the name, and before all that is below it
+    while todo:
+        branch, before, margin = todo.pop()
+        yield f"{before}{_title(branch)}"
+        inner = margin + ("│    " if branch.children else "     ")
+        if len(branch.steps) > _SHOWN_STEPS:
+            yield f"{inner}{len(branch.steps) - _SHOWN_STEPS} older steps"
+        for step in branch.steps[-_SHOWN_STEPS:]:
+            yield f"{inner}step {step.step}: {_places(step)}"
+        if len(branch.children) == 1:
+            todo.append((branch.children[0], margin, margin))
+            continue
+        for child in branch.children[::-1]:
+            is_last = child is branch.children[-1]
+            todo.append((child, margin + ("└─ " if is_last else "├─ "), margin + ("   " if is_last else "│  ")))
+
+
+def _title(branch: Branch) -> str:
+    launch, base = branch.launch, branch.base
+    if launch.epoch == 0:
+        return "steps of no launch, which a person put there"
+    if base is not None:
+        origin = f"from step {base.step}" if base.step < EVERYTHING else "from all that was there"
+    else:
+        origin = "began with nothing" if branch.is_root else "what it went on from is not known here"
+    state = str(branch.state)
+    if branch.state is State.CONTINUED:
+        state += " with all its steps" if branch.up_to is None else f" up to step {branch.up_to}"
+    elif branch.state is State.ONE_OF_SEVERAL:
+        state += ": a load asks which"
+    return f"{name_of(launch)}  {date_of(launch)}  {origin}  [{state}]"
+
+
+def _places(step: Step) -> str:
+    more = f" and {len(step.nodes) - _SHOWN_NODES} more" if len(step.nodes) > _SHOWN_NODES else ""
+    nodes = f" ({', '.join(step.nodes[:_SHOWN_NODES])}{more})" if step.nodes else ""
+    return ", ".join(f"{place}{nodes if 'memory' in place else ''}" for place in dict.fromkeys(step.places))
 
 
 def _as_json(branch: Branch) -> dict[str, Any]:
+    base = branch.base
     return {
         "name": name_of(branch.launch),
         "epoch": branch.launch.epoch,
-        "state": branch.state,
-        "parent": None if branch.parent is None else name_of(branch.parent),
-        "from_step": branch.from_step,
-        "steps": [{"step": step, "places": places} for step, places in branch.steps.items()],
+        "state": branch.state.value,
+        "up_to": branch.up_to,
+        "is_root": branch.is_root,
+        "parent": None if base is None else name_of(base.launch),
+        "from_step": None if base is None or base.step >= EVERYTHING else base.step,
+        "steps": [
+            {"step": one.step, "places": list(dict.fromkeys(one.places)), "nodes": list(one.nodes)}
+            for one in branch.steps
+        ],
     }
 
 
@@ -234,12 +361,18 @@ def _say(seen: Seen, name: str, *, abandon: bool) -> None:
         head = Launch(max([int(time.time() * 1000), store.highest_epoch() + 1, *(one + 1 for one in epochs)]), _nonce())
         line = chosen(seen.lines, seen.whole, seen.launches, head, history=name, abandon=abandon)
         store.write_line(line.compacted(seen.launches))
+    kept = next(name_of(one.launch) for one in reversed(line.listed) if one.step > NOTHING)
     if seen.persist_dir is not None and seen.disk:
         from flashckpt.persist.catalog import write_line
         from flashckpt.persist.storage import open_storage
 
-        write_line(open_storage(seen.persist_dir), line)
-    kept = next(name_of(one.launch) for one in reversed(line.listed) if one.step > NOTHING)
+        try:
+            write_line(open_storage(seen.persist_dir), line)
+        except OSError as error:
+            raise PersistError(
+                f"{seen.persist_dir}: the choice of history {kept} could not be written there: {error}",
+                hint="it counts for loads in which this node takes part; repeat it when persist_dir can be written",
+            ) from error
     note(f"job {seen.job!r} goes on with history {kept} when it is started with this node; the others are abandoned")
 
 
@@ -248,14 +381,21 @@ def _nonce() -> int:
 
 
 def _refuse_beside_live(store: SlotStore, seen: Seen) -> None:
-    """LiveJobError if trainers of the job are alive on this node: the choice would take the job from them."""
+    """LiveJobError if trainers of the job are alive on this node: the choice would take the job from them. AgentError
+    if the agent, which knows it, does not answer."""
     from flashckpt.agent.start import look as look_at_agent
 
     agent = look_at_agent(seen.memory_dir, seen.job)
-    trainers = [] if agent is None else (agent.status or {}).get("trainers") or []
+    if agent is not None and agent.status is None:
+        raise AgentError(
+            f"job {seen.job!r}: expected this node's agent to say whether trainers are alive, found: {agent.problem}",
+            hint="`flashckpt agent stop` ends it",
+        )
+    trainers = [] if agent is None or agent.status is None else agent.status["trainers"]
     if trainers:
+        who = ", ".join(f"rank {one['rank']} (pid {one['pid']})" for one in trainers)
         raise LiveJobError(
-            f"job {seen.job!r}: expected no live trainers on this node, found {len(trainers)}",
+            f"job {seen.job!r}: expected no live trainers on this node, found {who}",
             hint="end the training first: a choice is for the job's next start",
             job=seen.job,
         )

@@ -20,6 +20,12 @@ if TYPE_CHECKING:
     from flashckpt.types import Generation, Launch
 
 
+_ELSEWHERE = (
+    "run this on a node that knows of both, as `flashckpt histories` shows; if there is none, choose when the training "
+    "starts, on all nodes: load(history=…)"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Pick:
     """What a load goes on with."""
@@ -88,26 +94,33 @@ def chosen(
 ) -> Line:
     """Return the line by which a person chooses a history, or abandons it for the only other one.
 
-    AmbiguousHistoryError if others than one are left; NotFoundError if there is no history of that name, or no other.
+    NotFoundError if there is no history of that name, or nothing that the choice would abandon, or if not exactly one
+    other history is left.
     """
     known, lines = tuple(known), tuple(lines)
     picked = pick(lines, whole, known, history=history)
     if picked.line is None:
         raise InternalError(f"history {history!r} was found without a line")
+    if not abandon and not picked.given_up:
+        raise NotFoundError(
+            f"history {history!r}: expected another one that the choice would abandon, found none that is known here",
+            hint=_ELSEWHERE,
+        )
     if not abandon:
         return picked.line.chosen(head, picked.given_up, picked.others)
     all_lines = _with_unknown(by_head(lines), whole)
     roots = {one: line.root for one, line in all_lines.items()}
-    doomed = picked.line.head
-    cuts = {one: line.cut(doomed, roots[doomed]) for one, line in all_lines.items()}
-    rest = {one: line for one, line in all_lines.items() if cuts[one] in (None, NOTHING, GIVEN_UP)}
+    # Of the others only those that no line knows of: what the doomed one went on from is no other history.
+    doomed, root = picked.line.head, roots[picked.line.head]
+    rest = {line.head: line for line in _ends(all_lines) if line.cut(doomed, root) in (None, NOTHING, GIVEN_UP)}
     found = _histories(rest, whole, roots)
     if len(found) != 1:
         names = ", ".join(name_of(line.head) for line in found) or "none"
         raise NotFoundError(
             f"history {history!r}: expected one other history to go on with, found {names}",
-            hint="run this where the other history lies, or choose one with `flashckpt histories choose NAME`; to "
-            "begin anew without any of them: Checkpointer.start_fresh()",
+            hint=f"{_ELSEWHERE}; to begin anew without any of them: Checkpointer.start_fresh()"
+            if not found
+            else "choose one of them with `flashckpt histories choose NAME`",
         )
     (line,) = found
     rest_picked = _without_others(line, all_lines, known, roots)
@@ -148,7 +161,7 @@ def _histories(
     lines: Mapping[Launch, Line], whole: Iterable[Generation], roots: Mapping[Launch, Launch]
 ) -> dict[Line, frozenset[Generation]]:
     """Lines that no other one knows of, newest last, each with what is whole on it."""
-    ends = [line for line in lines.values() if not any(other.supersedes(line) for other in lines.values())]
+    ends = _ends(lines)
     held = {line: frozenset(g for g in whole if line.holds(g, roots.get(launch_of(g)))) for line in ends}
     found: dict[Line, frozenset[Generation]] = {}
     for line in sorted(ends, key=_head_order, reverse=True):
@@ -157,6 +170,10 @@ def _histories(
         if held[line] and not any(held[line] < other for other in rivals) and held[line] not in found.values():
             found[line] = held[line]
     return dict(reversed(found.items()))
+
+
+def _ends(lines: Mapping[Launch, Line]) -> list[Line]:
+    return [line for line in lines.values() if not any(other.supersedes(line) for other in lines.values())]
 
 
 def _without_others(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,51 @@ def test_a_stray_launch_that_saves_is_another_history_and_both_survive(cluster):
     name = histories_in(refused(cluster, [0, 1, 2, 3])["message"])[0]
     session(cluster, [0, 1, 2, 3], loads=2, history=name, saves=[3])
     session(cluster, [0, 1, 2, 3], loads=3)
+
+
+def histories(cluster, node, *arguments):
+    """`flashckpt histories` on one node."""
+    return cluster.nodes[node].run([sys.executable, "-m", "flashckpt.cli", "histories", *arguments])
+
+
+def launches_on(cluster, node):
+    """What the command on one node says of launches that it has steps of, by the newest of those steps."""
+    found = json.loads(histories(cluster, node, "--json").stdout)["launches"]
+    return {one["steps"][-1]["step"]: one for one in found if one["steps"]}
+
+
+def test_a_choice_on_one_node_counts_for_all(cluster):
+    nodes = [0, 1, 2, 3]
+    names = [cluster.nodes[node].name for node in nodes]
+    session(cluster, [0, 1], saves=[100])
+    session(cluster, [2, 3], saves=[1, 2], level="sealed", config={"replicas": 0})
+    # Here only one is known: a choice would say nothing to the nodes that have the other one.
+    name = launches_on(cluster, 0)[100]["name"]
+    result = histories(cluster, 0, "choose", name)
+    assert (result.returncode, "FC-LOAD-001" in result.stderr) == (3, True), result.stderr
+    # Node 2 learns of the other one, and keeps its half of the first.
+    session(cluster, [0, 1, 2], loads=100, saves=[101])
+    error = refused(cluster, nodes)
+    assert error["code"] == "FC-LOAD-003"
+    found = launches_on(cluster, 2)
+    assert {found[step]["name"] for step in (2, 101)} == set(histories_in(error["message"]))
+    assert [found[step]["state"] for step in (2, 101)] == ["one of several histories"] * 2
+    assert [found[step]["steps"][-1]["nodes"] for step in (2, 101)] == [names[2:], names[:3]]
+    before = [sealed(cluster, node) for node in nodes]
+    result = histories(cluster, 2, "choose", found[2]["name"][:8])
+    assert result.returncode == 0, result.stderr
+    assert found[2]["name"] in result.stderr
+    assert [sealed(cluster, node) for node in nodes] == before
+    session(cluster, nodes, loads=2, saves=[3])
+    # Beside live trainers nobody chooses.
+    trainers = launch(cluster, *nodes)
+    assert {one["step"] for one in trainers.load().values()} == {3}
+    for verb in ("choose", "abandon"):
+        result = histories(cluster, 2, verb, found[101]["name"])
+        assert (result.returncode, "FC-JOB-002" in result.stderr) == (1, True), result.stderr
+    assert histories(cluster, 2).returncode == 0
+    assert {one["outcome"] for one in trainers.save(4, "replicated").values()} == {"ok"}
+    assert set(trainers.stop()) == {0}
 
 
 def test_a_step_that_is_named_resolves_two_histories(cluster):

@@ -156,3 +156,20 @@ def test_the_coverage_table_names_tests_that_exist(identity, state, test):
     assert name, f"{identity}: expected the name of a test, found only the file {file}"
     text = (ROOT / "tests" / file).read_text()
     assert f"def {name}(" in text, test
+
+
+def failure_model():
+    return (ROOT / "docs" / "failure-model.md").read_text()
+
+
+@pytest.mark.parametrize("path", sorted(set(re.findall(r"\btests/[\w/]+(?:\.py)?(?:::\w+)?", failure_model()))))
+def test_the_failure_model_names_files_that_exist(path):
+    file, _, name = path.partition("::")
+    assert (ROOT / file).exists(), path
+    assert not name or f"def {name}(" in (ROOT / file).read_text(), path
+
+
+@pytest.mark.parametrize("name", sorted(set(re.findall(r"\btest_\w+\b(?!\.py)", failure_model()))))
+def test_the_failure_model_names_tests_that_exist(name):
+    files = (ROOT / "tests").rglob("test_*.py")
+    assert any(re.search(rf"^ *(?:async )?def {name}\(", file.read_text(), re.M) for file in files), name
