@@ -228,6 +228,9 @@ class Checkpointer:
         return. `defers(key, tensor)` returns True if a tensor may be deferred, or None if it may be as long as it is
         large and has not changed since the last save. Without `defers`, all tensors may. `on_begin` gets the handle
         before the copy begins. `inspect` gets the flattened state before that and refuses it by raising.
+
+        The first save calls each `state_dict()` twice: if the second call gives other keys, kinds, shapes or dtypes, no
+        load could fill them, and it raises StructureError.
         """
         handle: SaveHandle | None = None
         reads_state = False

@@ -89,7 +89,8 @@ class CheckpointManager:
         self._keep_policy = keep_policy
         self._pre_snapshot = pre_snapshot
         self._recorder = Recorder(on_event)
-        self._structures = Structures()
+        self._structures = Structures(self._state.model)
+        self._structures.note_new(self._state.states)
         self._handle: SaveHandle | None = None  # of the newest save
         self._seen: int | None = None  # the step that `save` was last called for
         self._said: tuple[Mapping[str, Any] | None, Mapping[str, Any] | None] = (None, None)  # extra, compat with it

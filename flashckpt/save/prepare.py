@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from flashckpt.collector import collector_paused
 from flashckpt.errors import ConfigError, FlashError, OtherRankError
 from flashckpt.save.plan import Planner, SavePlan
+from flashckpt.save.round_trip import check_structure, check_values, outline
 from flashckpt.save.same import NOTHING, Comparer, Summary
 from flashckpt.save.values import KnownPaths, pack
 from flashckpt.state.flatten import Flat, flatten
@@ -64,6 +65,7 @@ class Preparer:
         self._planner = Planner(topology)
         self._paths = KnownPaths()
         self._agreed = False  # ranks compared what they are going to store
+        self._checked = False  # the first save was found to fit into the state it comes from
         self._comparer = Comparer(topology, store, job, enabled=config.same_on_ranks == "check")
 
     @property
@@ -85,20 +87,29 @@ class Preparer:
     ) -> Prepared:
         """Prepare a state dict, which causes any error. `generation`: what is saved; None: only slots are made.
 
-        `inspect` may refuse it by raising.
+        `inspect` may refuse it by raising. The first save is checked as a load would (save/round_trip.py).
         """
+        checks = generation is not None and not self._checked
         try:
             check_mapping("state dict", state_dict)
             check_mapping("extra", {} if extra is None else extra)
             with collector_paused():
+                known = outline(state_dict) if checks else None
                 flat = flatten(state_dict)
+                if checks:
+                    check_structure(known, flat)
                 plan = self._planner.plan(flat)
                 if inspect is not None:
                     inspect(flat, plan)
                 sample: tuple[int, ...] = ()
                 if self._agreed and generation is not None:
                     sample = self._sampled(flat, plan, generation)
-                return self._packed(Prepared(flat, plan, b"", extra, sample, generation is not None))
+                prepared = self._packed(Prepared(flat, plan, b"", extra, sample, generation is not None))
+                if checks:
+                    for values in (flat.values, {} if extra is None else {"extra": dict(extra)}):
+                        check_values(values, len(prepared.values), allow_torch_save=self._config.allow_torch_save)
+                    self._checked = True
+                return prepared
         except Exception:
             if generation is not None or not self._agreed:
                 self.withdraw()

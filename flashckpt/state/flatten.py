@@ -14,11 +14,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from flashckpt.errors import StructureError
+from flashckpt.format.values import Encoded
 
 Path = tuple[str | int, ...]
 
 # Nearly every leaf is exactly one of these. They are never made of other tensors: no need to ask, at every save.
 _WHOLE_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, DTensor, ShardedTensor})
+_NEVER_STATEFUL = frozenset({type(None), Encoded, dict, list, tuple, set, torch.Size, torch.Tensor})
 
 
 class PerRank:
@@ -99,6 +101,7 @@ class Flat:
     paths: dict[str, Path] = field(default_factory=dict)  # see path_of
     per_rank: set[str] = field(default_factory=set)
     statefuls: dict[str, Any] = field(default_factory=dict)  # the state dict each Stateful object gave
+    keys_only: bool = False  # what is one value was not asked for: its structure does not matter
 
     def path(self, fqn: str) -> Path:
         return path_of(fqn, self.paths)
@@ -109,9 +112,12 @@ def path_of(fqn: str, paths: Mapping[str, Path]) -> Path:
     return paths.get(fqn) or tuple(fqn.split("."))
 
 
-def flatten(state_dict: Mapping[Any, Any]) -> Flat:
-    """Flattens mappings, Stateful objects, and lists or tuples that hold tensors or mappings."""
-    flat = Flat()
+def flatten(state_dict: Mapping[Any, Any], *, keys_only: bool = False) -> Flat:
+    """Flattens mappings, Stateful objects, and lists or tuples that hold tensors or mappings.
+
+    With `keys_only` what is marked as one value stays unread: None stands for it.
+    """
+    flat = Flat(keys_only=keys_only)
     for key, value in state_dict.items():
         _walk(flat, str(key), (str(key),), value, False)
     return flat
@@ -136,7 +142,9 @@ def _walk(flat: Flat, fqn: str, path: Path, value: Any, per_rank: bool) -> None:
         _walk(flat, fqn, path, value.value, True)
     elif isinstance(value, OneValue):
         own = isinstance(value.value, PerRank)
-        taken = type(value)(value.value.value).taken() if own else value.taken()
+        taken = None
+        if not flat.keys_only:
+            taken = type(value)(value.value.value).taken() if own else value.taken()
         _put(flat, flat.values, fqn, path, taken, per_rank or own)
     elif _is_stateful(value):
         flat.statefuls[fqn] = value.state_dict()
@@ -176,7 +184,7 @@ def _holds_tensors(value: Any) -> bool:
 
 def _is_stateful(value: Any) -> bool:
     # `isinstance(value, Stateful)` walks the protocol and costs microseconds a leaf: rule out the common ones.
-    if value is None or isinstance(value, (int, float, str, bytes, torch.Size)):
+    if type(value) in _NEVER_STATEFUL or isinstance(value, (int, float, str, bytes)):
         return False
     return isinstance(value, Stateful) and not isinstance(value, type)
 

@@ -62,6 +62,12 @@ def signature(tensor: Any) -> tuple[Any, ...]:
     return (tensor.dtype, tensor.shape)
 
 
+def global_form(tensor: Any) -> tuple[str, tuple[int, ...]]:
+    """Return dtype and global shape."""
+    shape = tensor.metadata().size if isinstance(tensor, ShardedTensor) else tensor.shape
+    return _dtype_name(_dtype(tensor)), tuple(shape)
+
+
 def _shard_order(spec: Any) -> Any:
     return getattr(spec, "shard_order", None)
 

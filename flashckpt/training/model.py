@@ -27,6 +27,13 @@ class ModelState:
         self.renamings = 0  # how often the names changed: caches of names are dropped then
         self._names: dict[int, dict[str, str]] = {}  # of each part: state_dict()'s names → the parameters' own
 
+    @property
+    def has_extra_state(self) -> bool:
+        """Return True if modules add state of their own, but not with FSDP1, which gathers tensors in state_dict()."""
+        kinds = {type(module) for part in self.parts for module in part.modules()}
+        flat = any(issubclass(kind, FullyShardedDataParallel) for kind in kinds)
+        return not flat and any(kind.get_extra_state is not nn.Module.get_extra_state for kind in kinds)
+
     def capture(self) -> dict[str, Any]:
         """For a save."""
         return self._collect(quick=True)

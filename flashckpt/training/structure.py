@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from flashckpt.errors import UnsupportedValueError
-from flashckpt.state.flatten import flatten
+import torch
+
+from flashckpt.errors import FlashError, StructureError, UnsupportedValueError
+from flashckpt.state.flatten import OneValue, PerRank, flatten
+from flashckpt.state.structure import difference, first_difference, structure_of
+from flashckpt.training.assemble import MODEL
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection
 
     from flashckpt.state.flatten import Flat
+    from flashckpt.state.structure import Structure
+    from flashckpt.training.model import ModelState
 
 log = logging.getLogger(__name__)
-
-Structure = dict[str, str]  # key → what lies there
-
-_VALUE = "a value"
 
 
 class Structures:
@@ -27,16 +31,25 @@ class Structures:
     has other keys or shapes by the time of a save could not be loaded.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: ModelState | None = None) -> None:
+        self._model = model  # None: there is none, or it was checked
+        self._new: dict[str, Structure] = {}  # when the manager was made; not of all
         self._known: dict[str, Structure] = {}
         self._when: dict[str, str] = {}
         self._checked: tuple[object, list[str]] | None = None  # plan and values of the last save
+
+    def note_new(self, states: Mapping[str, Any]) -> None:
+        """Note how entries look when the manager is made, without calling anybody's own state_dict()."""
+        for name, state in states.items():
+            if _is_plain(state):
+                with contextlib.suppress(FlashError):  # a save will refuse it, if it is still there
+                    self._new[name] = structure_of(flatten({name: state}, keys_only=True))
 
     def note(self, states: Mapping[str, Any], when: str) -> None:
         """Note how entries look that a load is about to fill. An entry that can't be read yet is left out."""
         for name, state in states.items():
             try:
-                structure = _of(flatten({name: state}))
+                structure = structure_of(flatten({name: state}, keys_only=True))
             except Exception as error:  # the user's own state_dict(), or what a save would refuse too
                 log.info("states[%r] can't be read yet: %r", name, error)
                 continue
@@ -44,33 +57,67 @@ class Structures:
         self._checked = None
 
     def check(self, names: Collection[str], flat: Flat, plan: object, step: int) -> None:
-        """Raise UnsupportedValueError if an entry has another structure than known. Note entries that are not."""
+        """Raise UnsupportedValueError if an entry has another structure than known. Note entries that are not.
+
+        The first call checks the model too.
+        """
+        if self._model is not None:
+            _check_model(self._model, flat)
+            self._model = None
         values = list(flat.values)
         if not names or (self._checked is not None and self._checked[0] is plan and self._checked[1] == values):
             return
-        found = _of(flat)
+        found = structure_of(flat)
         for name in names:
             now = {key: what for key, what in found.items() if key == name or key.startswith(f"{name}.")}
+            if name not in self._known and self._new.get(name, now) != now:
+                # No error: a process that loads may change it between the two as well.
+                log.warning(
+                    "states[%r] has another structure than when the manager was made: %s. A process that is started "
+                    "anew can load step %d only if it has these keys before load(); flashckpt.Whole(…) saves the entry "
+                    "as one value of any structure",
+                    name,
+                    difference(self._new[name], now),
+                    step,
+                )
             known = self._known.setdefault(name, now)
             when = self._when.setdefault(name, f"at the save of step {step}")
             if known != now:
                 raise UnsupportedValueError(
                     f"states[{name!r}]: expected the structure that it had {when}, because a process that is started "
-                    f"anew can load only into that; found {_difference(known, now)}",
+                    f"anew can load only into that; found {difference(known, now)}",
                     hint=f"states={{{name!r}: flashckpt.Whole(…)}} saves it as one value of any structure",
                     key=name,
                 )
         self._checked = plan, values
 
 
-def _of(flat: Flat) -> Structure:
-    tensors = {key: f"{str(one.dtype)[6:]} {list(one.shape)}" for key, one in flat.tensors.items()}
-    return {**tensors, **dict.fromkeys(flat.values, _VALUE)}
+def _check_model(model: ModelState, flat: Flat) -> None:
+    """Raise StructureError if the model's state_dict() gives other keys or shapes than it has just given.
+
+    Only the extra state of a module may do that: parameters and buffers are what they are.
+    """
+    if not model.has_extra_state:
+        return
+    known = structure_of(flatten({MODEL: model.capture()}))
+    now = {key: what for key, what in structure_of(flat).items() if key == MODEL or key.startswith(f"{MODEL}.")}
+    if known != now:
+        raise StructureError(
+            "model: expected state_dict() to give the same structure when it is asked twice, because a load could not "
+            f"fill anything else; found {difference(known, now)}",
+            hint="let get_extra_state() of the module return the same keys and shapes at each call",
+            key=first_difference(known, now),
+        )
 
 
-def _difference(known: Structure, now: Structure) -> str:
-    more, less = [key for key in now if key not in known], [key for key in known if key not in now]
-    changed = [key for key in now if key in known and known[key] != now[key]]
-    said = [f"{len(keys)} {what} ({keys[0]!r})" for keys, what in ((more, "more"), (less, "fewer")) if keys]
-    said += [f"{changed[0]!r} as {now[changed[0]]} instead of {known[changed[0]]}"] if changed else []
-    return f"keys: {', '.join(said)}" if more or less else said[0]
+def _is_plain(value: Any) -> bool:
+    """Return True if nobody's own code runs when it is flattened: containers, tensors, values, torch's optimizers."""
+    if isinstance(value, (PerRank, OneValue)):
+        return isinstance(value, OneValue) or _is_plain(value.value)
+    if isinstance(value, torch.optim.Optimizer):
+        return type(value).state_dict is torch.optim.Optimizer.state_dict
+    if isinstance(value, Mapping):
+        return all(map(_is_plain, value.values()))
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return not hasattr(type(value), "state_dict")
