@@ -13,22 +13,12 @@ from flashckpt.load.choose import choose
 from flashckpt.load.inventory import copies_of, encode, merge
 from flashckpt.load.plan import Want, plan
 from flashckpt.load.sources import Fetcher, Needs, NodePlace, needs_of, plan_retrievals
+from flashckpt.protocol.node_inventory import Holding, NodeInventory
 from flashckpt.save.values import pack
 from flashckpt.state.assumed import Reader
 from flashckpt.state.cover import index, uncovered
 from flashckpt.state.flatten import Flat
-from flashckpt.types import (
-    Box,
-    Generation,
-    Held,
-    Holding,
-    Layout,
-    Level,
-    NodeInventory,
-    Retrieval,
-    ShardId,
-    TensorEntry,
-)
+from flashckpt.types import Box, Generation, Held, Layout, Level, Retrieval, ShardId, TensorEntry
 
 RANKS_PER_NODE = 8
 GENERATION = Generation(1_700_000_000_000, 7, 110, 1)

@@ -18,6 +18,7 @@ import pytest
 from flashckpt import errors
 from flashckpt.errors import AgentError, BusyError, ConfigError, DeniedError, FlashError, IncompatibleError
 from flashckpt.protocol.line import from_fence
+from flashckpt.protocol.node_inventory import Holding, NodeInventory
 from flashckpt.rpc.agent_client import AgentClient
 from flashckpt.rpc.agent_server import AgentServer
 from flashckpt.rpc.api import (
@@ -35,20 +36,7 @@ from flashckpt.rpc.guard import ROLES, Role
 from flashckpt.rpc.settings import Keepalive
 from flashckpt.store.owner import Owner
 from flashckpt.testing.processes import wait_stopped
-from flashckpt.types import (
-    ChunkRange,
-    Claimant,
-    Held,
-    Holding,
-    Launch,
-    Level,
-    Member,
-    NodeInventory,
-    Portion,
-    Retrieval,
-    Session,
-    ShardId,
-)
+from flashckpt.types import ChunkRange, Claimant, Held, Launch, Level, Member, Portion, Retrieval, Session, ShardId
 from tests.conftest import environment
 from tests.integration.rpc_world import GENERATION, LAUNCH, WAIT
 

@@ -16,8 +16,8 @@ from flashckpt.protocol.epochs import heard, named, why_refused
 from flashckpt.protocol.events import (
     Answered,
     Begun,
-    FencePut,
     GetAsked,
+    LinePut,
     Pushed,
     PushEnd,
     PutAsked,
@@ -25,9 +25,10 @@ from flashckpt.protocol.events import (
     Tick,
     Told,
 )
+from flashckpt.protocol.line import from_fence
 from flashckpt.protocol.wire import Answer, Beat, Envelope, GetOpen, PutOpen
 from flashckpt.start.launch import LAST_EPOCH, LATEST_CLOCK_MS, MAX_CLOCK_DIFFERENCE_MS, agree_epoch
-from flashckpt.types import Fence, Generation, Held, Launch, Session, ShardId
+from flashckpt.types import Generation, Held, Launch, Session, ShardId
 
 NOW = 1_800_000_000_000
 YEAR = 366 * 86_400_000
@@ -82,17 +83,17 @@ def test_the_last_epoch():
 # --- what an agent accepts
 
 EPOCH, FENCED = 11, 12
-OURS, FENCE = Launch(EPOCH, 1), Fence(3, FENCED, 1)
+OURS, LINE = Launch(EPOCH, 1), from_fence(3, FENCED, 1)
 SHARD = ShardId(Generation(EPOCH, 1, 3, 1), 0, 1)
 EVENTS = [
     (Begun(Session(OURS, 1, (), 0, "ring", 2)), {EPOCH}),
-    (FencePut(OURS, FENCE, None), {EPOCH, FENCED}),
-    (Told(Envelope("a", OURS, FENCE, Beat())), {EPOCH, FENCED}),
-    (Answered("a", Answer(OURS, FENCE, None, (), "")), {EPOCH, FENCED}),
-    (Answered("a", Answer(None, FENCE, None, (), "")), {FENCED}),
-    (PutAsked(PutOpen("a", OURS, FENCE, SHARD, 0, bytes(16), 1, 1)), {EPOCH, FENCED}),
-    (GetAsked(GetOpen("a", OURS, FENCE, SHARD, bytes(16), True, ())), {EPOCH, FENCED}),
-    (Pushed(SHARD, "a", PushEnd.REFUSED, launch=OURS, fence=FENCE), {EPOCH, FENCED}),
+    (LinePut(OURS, LINE, None), {EPOCH, FENCED}),
+    (Told(Envelope("a", OURS, LINE, Beat())), {EPOCH, FENCED}),
+    (Answered("a", Answer(OURS, LINE, None, (), "")), {EPOCH, FENCED}),
+    (Answered("a", Answer(None, LINE, None, (), "")), {FENCED}),
+    (PutAsked(PutOpen("a", OURS, LINE, SHARD, 0, bytes(16), 1, 1)), {EPOCH, FENCED}),
+    (GetAsked(GetOpen("a", OURS, LINE, SHARD, bytes(16), True, ())), {EPOCH, FENCED}),
+    (Pushed(SHARD, "a", PushEnd.REFUSED, launch=OURS, line=LINE), {EPOCH, FENCED}),
     (Pushed(SHARD, "a", PushEnd.ACKED, digest=bytes(16)), set()),
     (Received("a", OURS, Held(SHARD, bytes(16), 1, 0)), {EPOCH}),
     (Tick(), set()),
@@ -102,7 +103,7 @@ EVENTS = [
 def test_each_way_in_is_looked_at():
     for event, epochs in EVENTS:
         assert {epoch for _, epoch in heard(event)} == epochs, event
-    bring = re.compile(r"\b(Launch|Fence|Session|Envelope|Answer|PutOpen|GetOpen)\b")
+    bring = re.compile(r"\b(Launch|Line|Session|Envelope|Answer|PutOpen|GetOpen)\b")
     kinds = [kind for kind in get_args(messages.Event) if any(bring.search(one.type) for one in fields(kind))]
     # What an agent finds in its own directory is what it knows.
     assert set(kinds) - {messages.Started} <= {type(event) for event, epochs in EVENTS if epochs}
@@ -118,9 +119,9 @@ def test_an_agent_accepts_every_epoch_that_a_launch_agrees_on(highest, found):
 
 @given(st.integers(0, (1 << 63) - 1), st.integers(0, LAST_EPOCH))
 def test_an_agent_accepts_no_epoch_far_above_its_clock_and_what_it_knows(epoch, known):
-    reason = why_refused(named(None, Fence(0, epoch, 1)), known, NOW / 1000)
+    reason = why_refused(named(None, from_fence(0, epoch, 1)), known, NOW / 1000)
     if epoch <= max(NOW, known):
         assert not reason
     if epoch > max(NOW + 101 * YEAR, known + 25 * HOUR):
-        assert reason.startswith("epoch of a fence: expected at most")
+        assert reason.startswith("epoch of a line: expected at most")
         assert reason.endswith(f"found {epoch}")

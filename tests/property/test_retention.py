@@ -91,6 +91,8 @@ def test_choice_and_retention_agree(tags, line):
     except AmbiguousHistoryError:
         return
     untagged = dict.fromkeys(tags, 0)
+    if any(verdict.state is GenerationState.OTHER for verdict in judge(tags, None, line).values()):
+        return  # a load may take it, as the only history; retention leaves it to that
     complete = [g for g, v in judge(untagged, None, line).items() if v.state is GenerationState.COMPLETE]
     kept = [g for g, v in judge(tags, None, line).items() if v.state is GenerationState.COMPLETE]
     assert set(kept) <= set(complete)

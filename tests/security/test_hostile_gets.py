@@ -85,10 +85,11 @@ def test_reads_of_an_older_launch(arena, channel):
 
 @pytest.mark.parametrize("epoch", [(1 << 63) - 1, 1 << 53])
 def test_reads_of_the_last_launch_of_all(arena, channel, epoch):
-    """Whoever reads brings a launch and a fence, too."""
-    launch, fence = common_pb2.Launch(epoch=epoch, nonce=1), common_pb2.Fence(step=0, epoch=epoch, nonce=1)
+    """Whoever reads brings a launch and a line, too."""
+    launch = common_pb2.Launch(epoch=epoch, nonce=1)
+    line = common_pb2.Line(head=launch)
     assert code_of(lambda: parts(channel, request(arena, launch=launch))) is REFUSED
-    assert code_of(lambda: parts(channel, request(arena, fence=fence))) is REFUSED
+    assert code_of(lambda: parts(channel, request(arena, line=line))) is REFUSED
     assert arena.status()["launch"]["epoch"] == arena.launch.launch.epoch
     assert not arena.status()["fenced"]
 

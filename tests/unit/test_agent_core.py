@@ -39,7 +39,7 @@ from flashckpt.protocol.events import (
     Tick,
     Told,
 )
-from flashckpt.protocol.line import NOTHING, Ancestor, Line, begun, from_fence
+from flashckpt.protocol.line import NOTHING, Ancestor, Line, begun, from_fence, merged
 from flashckpt.protocol.replicate import Limits
 from flashckpt.protocol.wire import (
     Announce,
@@ -315,13 +315,16 @@ def test_the_lines_of_launches_that_nothing_is_left_of_are_forgotten():
 
 
 def test_two_nodes_that_saved_without_a_load_are_both_believed():
-    core = alone(line=begun(LAUNCH).including(None, [generation(9, OLDER)]))
-    theirs = begun(LAUNCH).including(None, [generation(12, OLDER)])
+    ours = begun(LAUNCH).including(None, [generation(9, OLDER)])
+    theirs = begun(LAUNCH).including(None, [generation(12, Launch(OLDER.epoch - 1, 1))])
+    core = alone(line=ours)
     effects = told(core, "n1", Beat(), line=theirs)
-    assert core.line == theirs
-    assert only(KeepLine, effects) == [KeepLine(theirs)]
+    both = merged(ours, theirs)
+    assert {one.launch for one in both.listed} == {OLDER, Launch(OLDER.epoch - 1, 1)}
+    assert core.line == both
+    assert only(KeepLine, effects) == [KeepLine(both)]
     assert not only(KeepLine, told(core, "n1", Beat(), line=begun(LAUNCH))), "nothing new"
-    assert core.line == theirs
+    assert core.line == both
 
 
 # --- replication

@@ -18,7 +18,7 @@ def told(*generations, damaged=()):
     holdings = tuple(
         Holding(Held(ShardId(one, 0, 1), bytes(16), 4096, 0), Level.SEALED, verified=False) for one in generations
     )
-    return encode(NodeInventory("any", holdings, None, 0, tuple(damaged), ()))
+    return encode(NodeInventory("any", holdings, (), 0, tuple(damaged), ()))
 
 
 def with_index(data, number):

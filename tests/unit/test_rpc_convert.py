@@ -329,7 +329,7 @@ def test_lists_are_bounded():
         line(ancestor(3), ancestor(2), head=common_pb2.Launch(epoch=9)),
         line(ancestor(3), ancestor(3), head=common_pb2.Launch(epoch=9)),
         line(ancestor(10), head=common_pb2.Launch(epoch=9)),
-        line(ancestor(3, step=-2), head=common_pb2.Launch(epoch=9)),
+        line(ancestor(3, step=-3), head=common_pb2.Launch(epoch=9)),
         line(floor=ancestor(9, step=-2), head=common_pb2.Launch(epoch=10)),
         line(floor=ancestor(11), head=common_pb2.Launch(epoch=10)),
         line(head=common_pb2.Launch(epoch=0, nonce=5)),
