@@ -41,7 +41,7 @@ def pattern(**facts: Any) -> Callable[[Callable[[Run], Cycle]], Callable[[Run], 
 
 
 right = pattern
-may_refuse = functools.partial(pattern, may_refuse=True, overlaps=False)
+may_refuse = functools.partial(pattern, refusals=1, overlaps=False)
 
 
 def sharded(run, model=None):

@@ -129,7 +129,7 @@ def adapters_merged_for_evaluation(run):
     return _merging(run, lambda weight, delta: weight.add_(delta))
 
 
-@may_refuse(saves=6)
+@may_refuse(saves=8)
 def adapters_merged_by_data_from_the_fourth_save_on(run):
     """Whatever becomes of it: no save may hold the merged weight, or a part of it."""
 
@@ -261,9 +261,12 @@ def new_group_clamped_by_data(run):
     return cycle
 
 
-@may_refuse(saves=7)
+@may_refuse(saves=9, refusals=2)
 def replayed_from_the_fourth_save_on(run):
-    """Training as a graph that was captured after a warm-up: all tensors change, and torch knows nothing of it."""
+    """Training as a graph that was captured after a warm-up: all tensors change, and torch knows nothing of it.
+
+    First a sample shows it of some tensors, then the checksums of all.
+    """
     model = net(run)
     optimizer = adamw(model)
     run.manage(model, optimizer)

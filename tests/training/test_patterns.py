@@ -120,6 +120,25 @@ def test_the_table_sees_one_bit(monkeypatch):
     assert result.problems(pattern, delayed=False) == ["step 20: torn: optimizer.state.2.bias.exp_avg"]
 
 
+def verdicts(*told):
+    """What is wrong with a row whose saves ended so: "" is right, else the key that is named in a refusal."""
+    saves = [
+        harness.Saved(10 * number, "refused" if key else "right", key, frozenset({(0, key)} if key else ()), True, 0, 0)
+        for number, key in enumerate(told, 1)
+    ]
+    row = harness.Pattern("row", lambda run: lambda: None, refusals=2)
+    return [problem.partition(":")[0] for problem in harness.Result(tuple(saves), {}).problems(row, delayed=True)]
+
+
+def test_the_table_wants_saves_that_are_right():
+    assert verdicts("a", "b", "", "") == []
+    assert verdicts("", "a", "", "") == []
+    assert verdicts("a", "a", "", "") == ["step 20"], "the same tensor again"
+    assert verdicts("a", "", "", "b") == ["step 40"], "no save behind it shows that it was the last refusal"
+    assert verdicts("a", "b", "c", "", "") == ["step 10", "step 20", "step 30"], "each time another tensor"
+    assert verdicts("a", "b", "c", "d") == ["step 10", "step 20", "step 30", "step 40", "step 30", "step 40"]
+
+
 def test_a_large_frozen_base_is_not_copied_in_save(monkeypatch):
     """Whoever thaws it right after a later save has that save refused: it was still to be copied."""
     monkeypatch.setattr(harness, "COPY_DELAYED", "before_copy=sleep(0.4)")
