@@ -1,7 +1,8 @@
 """Ways to train, one function each. What it returns runs between one save and the next, first right after `save()`.
 
-Those that `may_refuse` change tensors behind the manager's back: a save that can't be proved right may be refused,
-until the manager has seen what they do. All others have to be right at every save.
+Those that `may_refuse` change tensors behind the manager's back: a save that can't be proved right may be refused, once
+unless the row allows more `refusals`. Then the manager has seen what they do. All others have to be right at every
+save.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def pattern(**facts: Any) -> Callable[[Callable[[Run], Cycle]], Callable[[Run], 
 
 
 right = functools.partial(pattern)
-may_refuse = functools.partial(pattern, may_refuse=True, overlaps=False)
+may_refuse = functools.partial(pattern, refusals=1, overlaps=False)
 on_host = {"devices": ("cpu",)}
 
 
@@ -893,7 +894,7 @@ def embedding_bag_max_norm(run):
     return cycle
 
 
-@may_refuse()
+@right()
 def optimizer_made_anew(run):
     """The manager knows the old one."""
     model = net(run)
@@ -903,7 +904,7 @@ def optimizer_made_anew(run):
     return trained(run, model, optimizer)
 
 
-@may_refuse()
+@right()
 def optimizer_deep_copied(run):
     """The copy has no hooks, and parameters of its own that were put back."""
     model = net(run)
@@ -914,7 +915,7 @@ def optimizer_deep_copied(run):
     return trained(run, model, twin)
 
 
-@may_refuse()
+@right()
 def adversarial_pair_with_one_optimizer_given(run):
     model = nn.ModuleDict({"generator": nn.Linear(16, 16), "critic": nn.Linear(16, 1)}).to(run.device)
     given, other = adamw(model["generator"]), adamw(model["critic"])
@@ -972,7 +973,7 @@ def torch_optimizers_in_backward(run):
     return lambda: backward(run, model)
 
 
-@may_refuse()
+@right()
 def torch_optimizers_in_backward_not_given(run):
     model = net(run)
     given = torch.optim.SGD(model.parameters(), lr=1e-2)
@@ -992,7 +993,7 @@ def parallel_with_fused_optimizer(run):
     return lambda: backward(run, model)
 
 
-@may_refuse()
+@right()
 def step_pre_hook_of_the_users(run):
     """Registered before the manager's, it changes parameters before the manager's can wait."""
     model = net(run)
@@ -1170,7 +1171,7 @@ class _Momentum(nn.Module):
         return self.query(x) * self.key(x)
 
 
-@may_refuse()
+@right()
 def momentum_encoder(run):
     model = _Momentum().to(run.device)
     optimizer = torch.optim.AdamW(model.query.parameters())
@@ -1178,7 +1179,7 @@ def momentum_encoder(run):
     return trained(run, model, optimizer)
 
 
-@may_refuse()
+@right()
 def momentum_encoder_by_data(run):
     """As it is written where nobody thinks of autograd: in place, on `.data`."""
     model = _Momentum().to(run.device)
@@ -1192,7 +1193,7 @@ def momentum_encoder_by_data(run):
     return trained(run, model, optimizer, before=follow)
 
 
-@may_refuse()
+@right()
 def teacher_as_a_part(run):
     """Updated right after save(), by torch's foreach."""
     model = nn.ModuleDict({"student": nn.Linear(16, 4), "teacher": nn.Linear(16, 4)}).to(run.device)
@@ -1207,7 +1208,7 @@ def teacher_as_a_part(run):
     return trained(run, model["student"], optimizer, before=follow)
 
 
-@may_refuse()
+@right()
 def teacher_updated_by_a_thread(run):
     model = nn.ModuleDict({"student": nn.Linear(16, 4), "teacher": nn.Linear(16, 4)}).to(run.device)
     model["teacher"].requires_grad_(False)
@@ -1367,7 +1368,7 @@ def noise_in_forward(run):
     return cycle
 
 
-@may_refuse()
+@right()
 def meta_learning(run):
     """Reptile: inner steps by an optimizer of the moment, then back to a point between."""
     model = net(run)
@@ -1388,7 +1389,7 @@ def meta_learning(run):
     return trained(run, model, optimizer, before=inner)
 
 
-@may_refuse()
+@right()
 def inference_parameters_changed(run):
     """No version counter tells of it."""
     with torch.inference_mode():
@@ -1647,7 +1648,7 @@ def _large_teacher(run, **settings):
     return model, optimizer
 
 
-@may_refuse()
+@right(overlaps=False)
 def large_teacher(run):
     model, optimizer = _large_teacher(run)
 
@@ -1735,7 +1736,7 @@ def written_by_numpy_from_the_fourth_save_on(run):
     return misbehaves(run, write, verify="recheck")
 
 
-@may_refuse()
+@right(overlaps=False)
 def large_pair_with_one_optimizer_given(run):
     """The critic is larger than what save() clones."""
     model = nn.ModuleDict({"generator": nn.Linear(16, 1024), "critic": nn.Linear(1024, 1536)}).to(run.device)
@@ -1770,7 +1771,7 @@ def large_model_clamped_by_data(run):
 # Where the manager has to remember whom it caught.
 
 
-@may_refuse()
+@may_refuse(refusals=2)
 def another_tensor_each_time(run):
     """Two saves are refused, one for each; then both are known."""
 
@@ -1877,7 +1878,7 @@ def step_replaced(run):
     return trained(run, model, optimizer)
 
 
-@may_refuse()
+@right()
 def hooks_cleared(run):
     model = net(run)
     optimizer = adamw(model)

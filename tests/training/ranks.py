@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, ShardingStrategy, fully_shard
 
@@ -41,7 +42,7 @@ def pattern(**facts: Any) -> Callable[[Callable[[Run], Cycle]], Callable[[Run], 
 
 
 right = pattern
-may_refuse = functools.partial(pattern, may_refuse=True, overlaps=False)
+may_refuse = functools.partial(pattern, refusals=1, overlaps=False)
 
 
 def sharded(run, model=None):
@@ -247,6 +248,69 @@ def accelerated(run):
         optimizer.zero_grad()
 
     return cycle
+
+
+@right()
+def accelerated_and_given_as_it_is(run):
+    """The manager gets accelerate's wrapper."""
+    accelerate = importlib.import_module("accelerate")  # its test is skipped where there is none
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = net(run)
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    run.manage(model, optimizer)
+
+    def cycle():
+        if run.saves:
+            optimizer.step()
+            optimizer.zero_grad()
+        accelerator.backward(model(torch.randn(8, 16)).square().mean())
+
+    return cycle
+
+
+def stepped_right_after_save(run, model, optimizer):
+    """Gradients are there at save(), so that the step comes first. Each rank has its own data."""
+
+    def cycle():
+        if run.saves:
+            optimizer.step()
+            optimizer.zero_grad()
+        model(torch.randn(8, 16) + dist.get_rank()).square().mean().backward()
+
+    return cycle
+
+
+def _zero_redundancy(run, **options):
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # its module warns where it is imported
+
+    model = nn.parallel.DistributedDataParallel(net(run))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2, **options)
+    run.manage(model, optimizer)
+    return stepped_right_after_save(run, model, optimizer)
+
+
+@right()
+def zero_redundancy(run):
+    """Each rank steps its own parameters, and then sends them to the others."""
+    return _zero_redundancy(run)
+
+
+@right()
+def zero_redundancy_in_buckets(run):
+    """The parameters are views of a few large tensors, into which the other ranks' are received."""
+    return _zero_redundancy(run, parameters_as_bucket_view=True)
+
+
+@right()
+def post_local_sgd(run):
+    """Each rank steps on its own gradients, and step() then averages the parameters where they lie, by `.data`."""
+    from torch.distributed.optim import PostLocalSGDOptimizer  # its module warns where it is imported
+
+    model = net(run)
+    local = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = PostLocalSGDOptimizer(local, PeriodicModelAverager(period=1))
+    run.manage(model, optimizer)
+    return stepped_right_after_save(run, model, optimizer)
 
 
 def gather(told: Any) -> list[Any]:

@@ -129,7 +129,7 @@ def adapters_merged_for_evaluation(run):
     return _merging(run, lambda weight, delta: weight.add_(delta))
 
 
-@may_refuse(saves=6)
+@may_refuse(saves=8)
 def adapters_merged_by_data_from_the_fourth_save_on(run):
     """Whatever becomes of it: no save may hold the merged weight, or a part of it."""
 
@@ -261,9 +261,12 @@ def new_group_clamped_by_data(run):
     return cycle
 
 
-@may_refuse(saves=7)
+@may_refuse(saves=9, refusals=2)
 def replayed_from_the_fourth_save_on(run):
-    """Training as a graph that was captured after a warm-up: all tensors change, and torch knows nothing of it."""
+    """Training as a graph that was captured after a warm-up: all tensors change, and torch knows nothing of it.
+
+    First a sample shows it of some tensors, then the checksums of all.
+    """
     model = net(run)
     optimizer = adamw(model)
     run.manage(model, optimizer)
@@ -839,5 +842,168 @@ def other_optimizer_from_the_second_save_on(run):
     def cycle():
         backward(run, model)
         _step(first if run.saves < 2 else second)
+
+    return cycle
+
+
+@right()
+def step_captured_before_the_manager(run):
+    """The loop holds a bound method that it took when nobody saved yet."""
+    model = net(run)
+    optimizer = adamw(model)
+    step = optimizer.step
+    run.manage(model, optimizer)
+
+    def cycle():
+        backward(run, model)
+        step()
+        optimizer.zero_grad()
+
+    return cycle
+
+
+class _InBackward(torch.optim.Optimizer):
+    """As torchtitan's container: an optimizer per parameter, which steps in backward. Its own step() does nothing."""
+
+    def __init__(self, parts):
+        each = {p: torch.optim.AdamW([p], lr=1e-2) for part in parts for p in part.parameters()}
+
+        def update(p):
+            each[p].step()
+            each[p].zero_grad()
+
+        for p in each:
+            p.register_post_accumulate_grad_hook(update)
+        self.optimizers = list(each.values())
+        super().__init__(list(each), {"lr": 1e-2})
+
+    def step(self, closure=None):
+        pass
+
+    def zero_grad(self, set_to_none=True):
+        pass
+
+
+@right()
+def container_of_optimizers_in_backward(run):
+    """It is given as it is, for a model of two parts."""
+    model = nn.ModuleDict({"first": nn.Linear(16, 32), "second": nn.Linear(32, 4)}).to(run.device)
+    parts = [nn.ModuleDict({name: one}) for name, one in model.items()]
+    container = _InBackward(parts)
+    run.manage(parts, container, members=container.optimizers)
+
+    def cycle():
+        model["second"](torch.tanh(model["first"](batch(run)))).square().mean().backward()
+        _step(container)
+
+    return cycle
+
+
+class _Sam(torch.optim.Optimizer):
+    """SAM as it is published: it climbs in first_step(); second_step() goes back, and steps the optimizer inside."""
+
+    def __init__(self, parameters, base, **options):
+        super().__init__(parameters, {"rho": 0.05, **options})
+        self.base_optimizer = base(self.param_groups, **options)
+        self.param_groups = self.base_optimizer.param_groups
+
+    @torch.no_grad()
+    def first_step(self):
+        for group in self.param_groups:
+            norm = torch.stack([p.grad.norm() for p in group["params"]]).norm()
+            for p in group["params"]:
+                self.state[p]["old_p"] = p.data.clone()
+                p.add_(p.grad * (group["rho"] / (norm + 1e-12)))
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data = self.state[p]["old_p"]
+        self.base_optimizer.step()
+        self.zero_grad()
+
+
+@may_refuse()
+def sharpness_aware_optimizer(run):
+    """The manager gets the optimizer inside: the outer one has a state of its own, which the manager refuses."""
+    model = net(run)
+    optimizer = _Sam(model.parameters(), torch.optim.AdamW, lr=1e-2)
+    run.manage(model, optimizer.base_optimizer)
+
+    def cycle():
+        backward(run, model)
+        optimizer.first_step()
+        backward(run, model)
+        optimizer.second_step()
+
+    return cycle
+
+
+class _ScheduleFree(torch.optim.Optimizer):
+    """Schedule-free SGD: train() and eval() move the parameters in place, from an average to where it trains."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1, "beta": 0.9, "k": 0, "train_mode": False})
+
+    @torch.no_grad()
+    def _move(self, train_mode, weight):
+        for group in self.param_groups:
+            if group["train_mode"] != train_mode:
+                for p in group["params"]:
+                    if "z" in self.state[p]:
+                        p.lerp_(self.state[p]["z"], weight(group["beta"]))
+                group["train_mode"] = train_mode
+
+    def train(self):
+        self._move(True, lambda beta: 1 - beta)
+
+    def eval(self):
+        self._move(False, lambda beta: 1 - 1 / beta)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            assert group["train_mode"]
+            group["k"] += 1
+            share = 1 / group["k"]
+            for p in group["params"]:
+                z = self.state[p].setdefault("z", p.clone())
+                p.lerp_(z, share).add_(p.grad, alpha=group["lr"] * (group["beta"] * (1 - share) - 1))
+                z.sub_(p.grad, alpha=group["lr"])
+
+
+@may_refuse()
+def schedule_free_optimizer_saved_in_eval_mode(run):
+    """As its authors ask for. train() comes right after save()."""
+    model = net(run)
+    optimizer = _ScheduleFree(model.parameters())
+    run.manage(model, optimizer)
+
+    def cycle():
+        optimizer.train()
+        for _ in range(2):  # after the first step of all, the average is where it trains
+            backward(run, model)
+            _step(optimizer)
+        optimizer.eval()
+
+    return cycle
+
+
+@right()
+def schedule_free_optimizer_saved_in_train_mode(run):
+    """Parameters are moved for evaluation only after step() has waited for the copy."""
+    model = net(run)
+    optimizer = _ScheduleFree(model.parameters())
+    run.manage(model, optimizer)
+
+    def cycle():
+        optimizer.train()
+        backward(run, model)
+        _step(optimizer)
+        optimizer.eval()
+        model(batch(run))
+        optimizer.train()
 
     return cycle
