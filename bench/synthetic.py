@@ -57,7 +57,7 @@ def inventories(cluster: Cluster, lost: frozenset[int] = frozenset()) -> list[by
                     held = Held(ShardId(generation, rank, cluster.world), digest, 1 << 30, 7)
                     holdings.append(Holding(held, level, verified=True))
         kept = () if node in lost else tuple(holdings)
-        encoded.append(encode(NodeInventory(f"node-{node}", kept, None, 0, (), ())))
+        encoded.append(encode(NodeInventory(f"node-{node}", kept, (), 0, (), ())))
     return encoded
 
 
