@@ -20,6 +20,7 @@ from flashckpt.errors import (
     ConflictError,
     DeadlineError,
     NotFoundError,
+    OtherRankError,
     PersistError,
     UnusableError,
 )
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from flashckpt.save.deferred import Deferred
     from flashckpt.save.flush_news import FlushNews
     from flashckpt.save.plan import SavePlan
+    from flashckpt.save.replication_news import ReplicationNews
     from flashckpt.state.flatten import Flat
     from flashckpt.store.slots import SlotStore, StoreStatus
 
@@ -110,8 +112,8 @@ def _given_up_on_error(
             if begun is not None and begun is not before:
                 begun.give_up()
             raise
-        if self.raises_flush_failures:
-            self.raise_flush_failure(handle)
+        if self.raises_late_failures:
+            self.raise_late_failure(handle)
         return handle
 
     return call
@@ -134,7 +136,7 @@ class Checkpointer:
         self._settings = resolve(self.config)
         self._turns = Turns(*self._weakly())
         self._closed = self._all_closed = False
-        self.raises_flush_failures = True  # from save(), with on_save_error="raise"; a manager does it itself
+        self.raises_late_failures = True  # from save(), with on_save_error="raise"; a manager does it itself
         self._parts: Parts | None = None  # None: FLASHCKPT_DISABLE is set
         self._dropped: weakref.finalize[[], Checkpointer] | None = None
         self._outcomes = Outcomes(self.config)
@@ -539,18 +541,30 @@ class Checkpointer:
         """What became of flushes. None where checkpointing is disabled."""
         return None if self._settings.disabled else self._slots.flushes
 
-    def raise_flush_failure(self, handle: SaveHandle | None) -> None:
-        """With on_save_error="raise": raise PersistError if a flush failed for a reason that was not raised yet.
+    @property
+    def replication_news(self) -> ReplicationNews | None:
+        """How replication goes on. None where checkpointing is disabled."""
+        return None if self._settings.disabled else self._slots.replication
 
-        Waits first until the tensors of `handle` are copied, because the caller does not get it.
+    def raise_late_failure(self, handle: SaveHandle | None) -> None:
+        """With on_save_error="raise": raise what befell earlier saves after they were sealed, each once.
+
+        OtherRankError if one will never be replicated; PersistError if a flush failed for a reason that was not raised
+        yet. Waits first until the tensors of `handle` are copied, because the caller does not get it.
         """
-        news = self.flush_news
-        if self.config.on_save_error != "raise" or news is None:
+        if self.config.on_save_error != "raise" or self._settings.disabled:
             return
-        failure = news.take_failure()
+        given_up = self._slots.replication.take_failure()
+        failure = self._slots.flushes.take_failure() if given_up is None else None
+        if handle is not None and (given_up is not None or failure is not None):
+            handle.wait_until_copied(self.config.save_timeout)
+        if given_up is not None:
+            raise OtherRankError(
+                f"step {given_up.step} was saved here and will never be replicated: {given_up.reason}",
+                hint="the steps before and after it are not touched; on_save_error='log' goes on without raising",
+                step=given_up.step,
+            )
         if failure is not None:
-            if handle is not None:
-                handle.wait_until_copied(self.config.save_timeout)
             raise PersistError(
                 f"step {failure.step} was not brought to persist_dir: {failure.reason}",
                 hint="it stays in memory, and the flush is tried again; on_save_error='log' goes on without raising",

@@ -236,7 +236,10 @@ class DeniedError(FlashError, PermissionError):
 
 
 class OtherRankError(FlashError):
-    """Another rank raised; this one gave up with it, so that all stay in step. The cause is in its message and log."""
+    """Another rank raised; this one gave up with it, so that all stay in step. The cause is in its message and log.
+
+    With on_save_error="raise" also for a step that was saved here and that another rank failed to save or left out.
+    """
 
     code = "FC-RANK-001"
 

@@ -108,8 +108,9 @@ class CheckpointManager:
         self._dropped = weakref.finalize(self, self._hooks.drop)
         self._dropped.atexit = False
         self._checkpointer = Checkpointer(self.config, process_group=process_group)
-        self._checkpointer.raises_flush_failures = False
+        self._checkpointer.raises_late_failures = False
         self._recorder.flush_news = self._checkpointer.flush_news
+        self._recorder.replication_news = self._checkpointer.replication_news
         try:
             self._cooldown = self._make_cooldown()
             self._gate.install()
@@ -192,7 +193,7 @@ class CheckpointManager:
             if self._signals.exit_code is not None:
                 raise SystemExit(self._signals.exit_code)
         if not stopping and not last_step:
-            self._checkpointer.raise_flush_failure(handle)
+            self._checkpointer.raise_late_failure(handle)
         return handle
 
     def _check_persist(self, persist: bool | None) -> None:

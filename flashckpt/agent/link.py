@@ -18,7 +18,7 @@ from flashckpt.workers import Flag, Pending, Worker, on_main_thread
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from flashckpt.rpc.api import GenerationProgress, Lease, Overtaken
+    from flashckpt.rpc.api import Lease, WatchNews
     from flashckpt.types import Launch
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class AgentLink:
     def __init__(
         self, socket_path: str, job: str, rank: int, start: Callable[[float], object] | None, acts_for: str = ""
     ) -> None:
-        self.on_progress: Callable[[GenerationProgress | Overtaken], None] = lambda progress: None
+        self.on_progress: Callable[[WatchNews], None] = lambda progress: None
         self.claimed: tuple[Launch, float] | None = None  # the launch that this process has begun, and when
         self._socket_path = socket_path
         self.job = job

@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from flashckpt.agent.process import Options
     from flashckpt.protocol.events import Effect, Event
     from flashckpt.protocol.line import Line
+    from flashckpt.protocol.verdict import Change
     from flashckpt.rpc.credentials import Bundle
     from flashckpt.store.slots import SlotStore
     from flashckpt.types import Generation, Launch, Session
@@ -385,9 +386,11 @@ class Shell:
 
     def _tell_changes(self) -> None:
         with self._lock:
-            lines = self._watch.look(self._core, time.monotonic())
+            lines, changes = self._watch.look(self._core, time.monotonic())
         for line in lines:
             _log.warning("%s", line)
+        for change in changes:
+            self.trainers.notify(change)
 
     def _scrub(self, now: float) -> None:
         with self._lock:
@@ -530,6 +533,11 @@ class Shell:
         if failure is not None:
             news.append(GenerationProgress(failure.generation, Level.NONE, flush_problem=failure.reason))
         return news
+
+    def known_changes(self) -> list[Change]:
+        """For a trainer that begins to watch: what is not well."""
+        with self._lock:
+            return self._watch.current
 
     def flush(self, generation: Generation | None, step: int | None, urgent: bool) -> Generation:
         """Asks for a flush; `urgent`: somebody waits for it.

@@ -28,7 +28,7 @@ from flashckpt.protocol.events import (
     SlotWanted,
     WantDropped,
 )
-from flashckpt.rpc.api import VERSION, GenerationProgress, Lease, Overtaken, TrainerState
+from flashckpt.rpc.api import VERSION, Lease, Overtaken, TrainerState
 from flashckpt.store.owner import Owner, Vigil, is_dead, is_ending
 from flashckpt.types import Claimant, Launch
 
@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     from flashckpt.protocol.events import Effect
     from flashckpt.protocol.line import Line
     from flashckpt.protocol.node_inventory import NodeInventory
-    from flashckpt.rpc.api import RetrieveNews
+    from flashckpt.protocol.verdict import Change
+    from flashckpt.rpc.api import GenerationProgress, RetrieveNews, WatchNews
     from flashckpt.rpc.credentials import Bundle
     from flashckpt.types import Generation, Retrieval, Session, ShardId
 
@@ -66,7 +67,7 @@ class _Trainer:
     claimed_at: float = 0.0  # when, in seconds since 1970
     process: str = ""  # the trainer's: another one where this process acts for it
     watches: int = 0  # that it has open: what shows that it lives where its pid means nothing
-    news: queue.Queue[GenerationProgress | Overtaken | None] | None = None
+    news: queue.Queue[WatchNews | None] | None = None
     told_overtaken: bool = False  # in this watch
     request_id: int = 0  # of its newest request for a slot; older ones were given up by the caller
     slot_id: int | None = None  # what it was granted last
@@ -353,10 +354,10 @@ class TrainerCalls:
 
     # --- news -----------------------------------------------------------------------------------------------
 
-    def watch(self, ticket: bytes) -> Iterator[GenerationProgress | Overtaken | None]:
+    def watch(self, ticket: bytes) -> Iterator[WatchNews | None]:
         """What becomes of the generations, beginning with what is already known; None while nothing is new."""
         lease = self._find(ticket)
-        news: queue.Queue[GenerationProgress | Overtaken | None] = queue.Queue(_MAX_NEWS)
+        news: queue.Queue[WatchNews | None] = queue.Queue(_MAX_NEWS)
         with self._lock:
             _offer(lease.news, None)
             lease.news = news
@@ -365,6 +366,7 @@ class TrainerCalls:
         self.tell_overtaken()
         try:
             yield from self._shell.known_progress()
+            yield from self._shell.known_changes()
             while True:
                 try:
                     progress = news.get(timeout=_QUIET_SECONDS)
@@ -378,7 +380,7 @@ class TrainerCalls:
             with self._lock:
                 lease.watches -= 1
 
-    def notify(self, progress: GenerationProgress) -> None:
+    def notify(self, progress: GenerationProgress | Change) -> None:
         with self._lock:
             for lease in self._leases.values():
                 _offer(lease.news, progress)
@@ -445,9 +447,7 @@ def _how_it_ended(vigil: Vigil) -> str:
     return f"ended (signal {-code})" if code < 0 else f"ended (exit code {code})"
 
 
-def _offer(
-    news: queue.Queue[GenerationProgress | Overtaken | None] | None, one: GenerationProgress | Overtaken | None
-) -> None:
+def _offer(news: queue.Queue[WatchNews | None] | None, one: WatchNews | None) -> None:
     """Never waits: whoever does not read loses the oldest."""
     while news is not None:
         try:

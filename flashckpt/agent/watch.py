@@ -1,5 +1,6 @@
 """Tells people what changes: one WARNING in the agent's log for each change of how the kept generation stands and of
-who answers, and the list of lost generations that `ls` and `status` read."""
+who answers; to this node's trainers how it stands, and why what they have saved is not replicated; and the list of lost
+generations that `ls` and `status` read."""
 
 from __future__ import annotations
 
@@ -7,13 +8,15 @@ import logging
 from typing import TYPE_CHECKING
 
 from flashckpt.errors import FlashError
-from flashckpt.protocol.seeing import peers_of, verdict_of
-from flashckpt.protocol.verdict import Noted, Safety, in_words, news
+from flashckpt.protocol.seeing import lag_of, peers_of, verdict_of, waiting_of
+from flashckpt.protocol.verdict import Change, ChangeKind, Noted, Safety, in_words, news
 from flashckpt.types import Loss
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from flashckpt.protocol.core import AgentCore
-    from flashckpt.protocol.verdict import Verdict
+    from flashckpt.protocol.verdict import Peer, Verdict
     from flashckpt.store.slots import SlotStore
     from flashckpt.types import Generation, Launch
 
@@ -29,18 +32,49 @@ class Watch:
         self._launch: Launch | None = None
         self._verdict: Verdict | None = None
         self._held: frozenset[Generation] = frozenset()
+        self._waiting: dict[Generation, float] = {}  # not replicated yet, and when that was first seen
+        self._lag: Change | None = None  # as the trainers were told
+        self._warned = ""  # of what lags, without what differs from attempt to attempt
+        self._standing: Change | None = None  # how the kept generation stands, if it is not well
 
-    def look(self, core: AgentCore, now: float) -> list[str]:
-        """What has changed since the last look, a line each. Under the lock that guards the core: it does no I/O."""
+    def look(self, core: AgentCore, now: float) -> tuple[list[str], list[Change]]:
+        """What has changed since the last look: a line each for the log, and what trainers hear. Under the lock that
+        guards the core: it does no I/O."""
         launch = core.session.launch if core.session is not None else None
         if launch != self._launch:  # with other members; what is lost stays lost
             self._launch, self._noted = launch, Noted(frozenset(), self._noted.safety, self._noted.lost)
+            self._waiting.clear()
         found = verdict_of(core, now)
         self._verdict = None if found is None else found[0]
         self._held = frozenset(shard.generation for shard in core.held)
         peers = {} if core.is_fenced else peers_of(core, now)
-        self._noted, lines = news(self._noted, peers, self._verdict)
-        return lines
+        self._noted, lines, changes = news(self._noted, peers, self._verdict)
+        for change in changes:
+            self._standing = None if change.kind is ChangeKind.HEALED else change
+        return [*lines, *map(str, changes)], [*changes, *self._look_for_lag(core, peers, now)]
+
+    def _look_for_lag(self, core: AgentCore, peers: Mapping[str, Peer], now: float) -> list[Change]:
+        """Only of what was there at the last look: most generations are replicated between two of them."""
+        before, waiting = self._waiting, waiting_of(core)
+        self._waiting = {generation: before.get(generation, now) for generation in waiting}
+        found = lag_of(core, {g: since for g, since in self._waiting.items() if g in before}, peers, now)
+        told = self._lag
+        if found is None:
+            self._lag, self._warned = None, ""
+            return [] if told is None else [Change(ChangeKind.GOING_ON, told.generation, "")]
+        self._lag, gist = found
+        if told is not None and (told.kind, told.reason) == (self._lag.kind, self._lag.reason):
+            return []
+        if self._lag.kind is ChangeKind.LAGGING:
+            if gist == self._warned:  # the reason is another one, and nothing that needs a warning
+                return [self._lag._replace(kind=ChangeKind.WAITING)]
+            self._warned = gist
+        return [self._lag]
+
+    @property
+    def current(self) -> list[Change]:
+        """For a trainer that begins to listen. Under the lock that guards the core."""
+        return [change for change in (self._standing, self._lag) if change is not None]
 
     def keep_losses(self) -> None:
         """Brings the list of lost generations up to date with the last look."""

@@ -144,6 +144,11 @@ class AgentCore:
         return self.current.is_coordinator
 
     @property
+    def coordinator(self) -> str:
+        """Node id; "" without a launch."""
+        return self.session.coordinator if self.session is not None else ""
+
+    @property
     def replicas(self) -> int:
         return self.current.replicas
 
@@ -187,6 +192,9 @@ class AgentCore:
 
     def orderer(self, now: float) -> tuple[str, str]:
         return self.duties.orderer(now)
+
+    def is_settled(self, generation: Generation) -> bool:
+        return self.ledger.is_settled(generation)
 
     def owns(self, shard: ShardId) -> bool:
         return self.current.owns(shard)

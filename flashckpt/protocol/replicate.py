@@ -53,6 +53,7 @@ class QueuedPush:
     failures: int = 0
     next_at: float = 0.0
     problem: str = ""
+    refused: bool = False  # the problem is what the node answered
     short_since: float | None = None  # the node has had no room for it since then, whenever it was asked
 
     def failed(self, reason: str, now: float, first: float, most: float) -> None:
@@ -136,6 +137,7 @@ class Pushing:
         one.acked = event.end is PushEnd.ACKED and event.digest == one.held.digest
         if not one.acked:
             one.problem = event.reason or "acknowledged other bytes"
+            one.refused = event.end is not PushEnd.FAILED
         # The healer asks again for what it still wants.
         if one.acked or one.heals or event.end is PushEnd.REFUSED:
             del self.transfers[event.shard, event.node_id]

@@ -5,12 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from flashckpt.protocol.verdict import Peer, PeerState, View, judge, why_doubtful
+from flashckpt.protocol.commit import missing_ranks
+from flashckpt.protocol.verdict import Change, ChangeKind, Peer, PeerState, View, in_words, judge, why_doubtful
+from flashckpt.types import age_order
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from flashckpt.protocol.core import AgentCore
     from flashckpt.protocol.verdict import Verdict
     from flashckpt.types import Generation
+
+_AWAY = (PeerState.UNREACHABLE, PeerState.DOWN, PeerState.MISSED)
+_LATE_SECONDS = 5.0  # after which a rank that has not saved a generation is one that may never
+_SHOWN = 4  # nodes in a reason
 
 
 def peers_of(core: AgentCore, now: float) -> dict[str, Peer]:
@@ -34,6 +42,68 @@ def verdict_of(core: AgentCore, now: float) -> tuple[Verdict, str] | None:
     """How the kept generation stands, and why it is this that is said; None where nothing is kept."""
     kept = core.kept
     return None if kept is None else judge(_view(core, kept, _seen(core, now)), now)
+
+
+def waiting_of(core: AgentCore) -> set[Generation]:
+    """Generations that ranks of this node have sealed, and that may still be replicated."""
+    if core.session is None or core.is_fenced or not core.replicas:
+        return set()
+    return {
+        shard.generation
+        for shard in core.held
+        if core.owns(shard)
+        and core.current.is_of_this_launch(shard.generation)
+        and not core.is_settled(shard.generation)
+    }
+
+
+def lag_of(
+    core: AgentCore, since: Mapping[Generation, float], peers: Mapping[str, Peer], now: float
+) -> tuple[Change, str] | None:
+    """Why the oldest of the generations that wait is not replicated, and the same without what differs from attempt to
+    attempt; None where none waits.
+
+    `since` says when each was first seen to wait, `peers` how this node sees the others.
+    """
+    if not since:
+        return None
+    generation = min(since, key=age_order)
+    pushes = [one for one in core.pushing.transfers.values() if one.held.shard.generation == generation]
+    wrong = {
+        n: ("does not answer", peer.problem or "nothing was heard of it")
+        for n, peer in peers.items()
+        if peer.state in _AWAY
+    }
+    for one in pushes:
+        if one.problem:
+            how = f"does not take the copy of shard {one.held.shard.rank}" if one.refused else "does not answer"
+            wrong.setdefault(one.node_id, (how, one.problem))
+    if wrong:
+        nodes = sorted(wrong)[:_SHOWN]
+        more = f" and {len(wrong) - _SHOWN} more nodes" if len(wrong) > _SHOWN else ""
+        reason = "; ".join(f"{n} {wrong[n][0]}: {wrong[n][1]}" for n in nodes) + more
+        return Change(ChangeKind.LAGGING, generation, reason), "; ".join(f"{n} {wrong[n][0]}" for n in sorted(wrong))
+    kind = ChangeKind.WAITING
+    unsaved, uncopied = _missing(core, generation)
+    if unsaved:
+        reason = f"rank {in_words(tuple(unsaved[:_SHOWN]), len(unsaved))} has not saved it"
+        kind = ChangeKind.LAGGING if now - since[generation] > _LATE_SECONDS else kind
+    elif pushes:
+        reason = f"copies to {', '.join(sorted({one.node_id for one in pushes})[:_SHOWN])} are under way"
+    elif uncopied:
+        reason = f"shard {in_words(tuple(uncopied[:_SHOWN]), len(uncopied))} is still copied to other nodes"
+    else:
+        reason = f"this node's copies are made; {core.coordinator} still waits for those of other nodes"
+    return Change(kind, generation, reason), reason
+
+
+def _missing(core: AgentCore, generation: Generation) -> tuple[list[int], list[int]]:
+    """Ranks that have not sealed it, and those whose copies are not made; nothing where another node counts them."""
+    if core.session is None or not core.is_coordinator:
+        return [], []
+    tally = core.committing.ballot.generations.get(generation)
+    sealed, reports = (tally.sealed, tally.reports) if tally is not None else ({}, {})
+    return missing_ranks(sealed, core.session.world), missing_ranks(reports, core.session.world)
 
 
 def _seen(core: AgentCore, now: float) -> dict[str, Peer]:

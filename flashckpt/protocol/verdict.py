@@ -41,6 +41,30 @@ class Safety(enum.Enum):
     UNKNOWN = "unknown"
 
 
+class ChangeKind(enum.Enum):
+    """What has changed in how the shards of this node's ranks are replicated."""
+
+    WAITING = (
+        "waiting"  # a generation is not replicated yet: it takes its time, or was told to lag and the reason changed
+    )
+    LAGGING = "lagging"  # it is not replicated yet, because something went wrong
+    GOING_ON = "going_on"  # neither holds any more
+    AT_RISK = "at_risk"  # the kept generation: Safety.AT_RISK
+    LOST = "lost"  # Safety.LOST
+    HEALED = "healed"  # Safety.SAFE again
+
+
+class Change(NamedTuple):
+    """What trainers hear of it."""
+
+    kind: ChangeKind
+    generation: Generation
+    reason: str
+
+    def __str__(self) -> str:
+        return f"step {self.generation.step}: {self.reason}"
+
+
 class Word(NamedTuple):
     """What a healer said of the kept generation."""
 
@@ -193,42 +217,39 @@ class Noted:
     lost: tuple[int, ...] = ()
 
 
-def news(noted: Noted, peers: Mapping[str, Peer], verdict: Verdict | None) -> tuple[Noted, list[str]]:
-    """One line for each change since `noted`, and what has then been said."""
+def news(noted: Noted, peers: Mapping[str, Peer], verdict: Verdict | None) -> tuple[Noted, list[str], list[Change]]:
+    """One line for each change since `noted` of who answers; what has changed of the kept generation; and what has then
+    been said."""
     away = {n: p for n, p in peers.items() if p.state in (PeerState.DOWN, PeerState.MISSED)}
     # One whose state is not sure at the moment is what it was.
     unsure = {n for n, p in peers.items() if p.state in (PeerState.UNREACHABLE, PeerState.UNKNOWN)}
     absent = frozenset(away) | (noted.absent & unsure)
     lines = [f"node {n} is lost: {away[n].problem or 'no answer'}" for n in sorted(absent - noted.absent)]
     lines += [f"node {n} is back" for n in sorted((noted.absent & peers.keys()) - absent)]
-    safety, lost = noted.safety, noted.lost
+    safety, lost, changes = noted.safety, noted.lost, []
     health = verdict.health if verdict is not None else None
     if verdict is not None and health is not None:
         if (verdict.safety, health.lost) != (safety, lost):
-            lines += _news_of(verdict, health, safety)
+            changes = _news_of(verdict, health, safety)
         safety, lost = verdict.safety, health.lost
-    return Noted(absent, safety, lost), lines
+    return Noted(absent, safety, lost), lines, changes
 
 
-def _news_of(verdict: Verdict, health: Health, before: Safety | None) -> list[str]:
-    step = verdict.generation.step
+def _news_of(verdict: Verdict, health: Health, before: Safety | None) -> list[Change]:
+    kept = verdict.generation
     match verdict.safety:
         case Safety.LOST:
             ranks = in_words(health.lost, health.lost_count)
-            return [
-                f"step {step}: no node that answers has shard {ranks}: it can't be loaded until one that has it is back"
-            ]
+            said = f"no node that answers has shard {ranks}: it can't be loaded until one that has it is back"
+            return [Change(ChangeKind.LOST, kept, said)]
         case Safety.AT_RISK:
             ranks = in_words(health.at_risk, health.at_risk_count)
             again = "shards are there again that were lost; " if before is Safety.LOST else ""
-            return [
-                f"step {step}: {again}shard {ranks}: fewer than {health.wanted} copies; survives the loss of: "
-                f"{verdict.words}"
-            ]
+            fewer = f"{again}shard {ranks}: fewer than {health.wanted} copies; survives the loss of: {verdict.words}"
+            return [Change(ChangeKind.AT_RISK, kept, fewer)]
         case _ if before in (Safety.LOST, Safety.AT_RISK):
-            return [
-                f"step {step}: healed: every shard has {health.wanted} copies; survives the loss of: {verdict.words}"
-            ]
+            enough = f"healed: every shard has {health.wanted} copies; survives the loss of: {verdict.words}"
+            return [Change(ChangeKind.HEALED, kept, enough)]
         case _:
             return []
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from flashckpt.protocol.line import Line
     from flashckpt.protocol.node_inventory import NodeInventory
-    from flashckpt.rpc.api import GenerationProgress, Lease, Overtaken, RetrieveNews, TrainerState
+    from flashckpt.rpc.api import Lease, RetrieveNews, TrainerState, WatchNews
     from flashckpt.rpc.credentials import Bundle
     from flashckpt.store.owner import Owner
     from flashckpt.types import Claimant, Generation, Launch, Retrieval, Session, ShardId
@@ -165,7 +165,7 @@ class AgentClient:
     def void(self, ticket: bytes, generation: Generation) -> None:
         self._call("Void", ticket, lambda: agent_pb2.VoidRequest(generation=convert.to_generation(generation)))
 
-    def watch(self, ticket: bytes) -> Iterator[GenerationProgress | Overtaken]:
+    def watch(self, ticket: bytes) -> Iterator[WatchNews]:
         """Without a deadline of its own: ends when the agent drains, raises AgentError when it is gone or hung
         (keepalive finds that out), and when another thread closes the client."""
         for data in self._stream("Watch", ticket, agent_pb2.WatchRequest().SerializeToString()):

@@ -22,7 +22,7 @@ from flashckpt.v1 import agent_pb2
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from flashckpt.rpc.api import AgentApi, GenerationProgress, Overtaken, RetrieveNews
+    from flashckpt.rpc.api import AgentApi, RetrieveNews, WatchNews
 
 _T = TypeVar("_T")
 
@@ -206,7 +206,7 @@ class AgentServer:
 
     def _watch(self, data: bytes, call: Call) -> Iterator[bytes]:
         convert.parse(agent_pb2.WatchRequest, data, "Watch")
-        there: Iterator[GenerationProgress | Overtaken] = _while_there(call, self._api.watch(call.caller.ticket))
+        there: Iterator[WatchNews] = _while_there(call, self._api.watch(call.caller.ticket))
         for progress in there:
             yield convert.to_progress(progress).SerializeToString()
 

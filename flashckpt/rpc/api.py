@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from flashckpt.protocol.verdict import Change
 from flashckpt.rpc.settings import VERSION
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ __all__ = [
     "RetrieveProgress",
     "Retrieved",
     "ShardProblem",
+    "WatchNews",
 ]
 
 
@@ -70,6 +72,9 @@ class Overtaken:
 
     launch: Launch  # the newer one
     reason: str
+
+
+WatchNews = GenerationProgress | Overtaken | Change
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +161,7 @@ class AgentApi(Protocol):
 
     def void(self, ticket: bytes, generation: Generation) -> None: ...
 
-    def watch(self, ticket: bytes) -> Iterator[GenerationProgress | Overtaken | None]:
+    def watch(self, ticket: bytes) -> Iterator[WatchNews | None]:
         """Ends when the agent drains or the lease does.
 
         None says that nothing is new: yielded about once a second, so that a caller who left is noticed.

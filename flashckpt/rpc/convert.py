@@ -19,6 +19,7 @@ from flashckpt.protocol import wire
 from flashckpt.protocol.line import MAX_LISTED, Ancestor, Line
 from flashckpt.protocol.line import decode as decode_line
 from flashckpt.protocol.line import encode as encode_line
+from flashckpt.protocol.verdict import Change, ChangeKind
 from flashckpt.rpc.api import GenerationProgress, Hello, Lease, Overtaken, TrainerState
 from flashckpt.rpc.checks import DIGEST_BYTES as DIGEST_BYTES
 from flashckpt.rpc.checks import MAX_NAME_BYTES as _MAX_NAME_BYTES
@@ -56,6 +57,8 @@ from flashckpt.v1 import agent_pb2, common_pb2, peer_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+    from flashckpt.rpc.api import WatchNews
 
 _MAX_PEM_BYTES = 64 << 10
 _MAX_MEMBERS = 1 << 16
@@ -343,10 +346,26 @@ def from_on_busy(value: int) -> str:
     raise _refused("on_busy", "a known value", value)
 
 
-def to_progress(progress: GenerationProgress | Overtaken) -> agent_pb2.WatchResponse:
+_CHANGES = {
+    ChangeKind.WAITING: agent_pb2.CHANGE_WAITING,
+    ChangeKind.LAGGING: agent_pb2.CHANGE_LAGGING,
+    ChangeKind.GOING_ON: agent_pb2.CHANGE_GOING_ON,
+    ChangeKind.AT_RISK: agent_pb2.CHANGE_AT_RISK,
+    ChangeKind.LOST: agent_pb2.CHANGE_LOST,
+    ChangeKind.HEALED: agent_pb2.CHANGE_HEALED,
+}
+
+
+def to_progress(progress: WatchNews) -> agent_pb2.WatchResponse:
     if isinstance(progress, Overtaken):
         reason = shorten(progress.reason, _MAX_TEXT_BYTES)
         return agent_pb2.WatchResponse(overtaken_by=to_launch(progress.launch), reason=reason)
+    if isinstance(progress, Change):
+        return agent_pb2.WatchResponse(
+            generation=to_generation(progress.generation),
+            reason=shorten(progress.reason, _MAX_TEXT_BYTES),
+            change=_CHANGES[progress.kind],
+        )
     return agent_pb2.WatchResponse(
         generation=to_generation(progress.generation),
         level=agent_pb2.Level.Name(progress.level),
@@ -355,10 +374,15 @@ def to_progress(progress: GenerationProgress | Overtaken) -> agent_pb2.WatchResp
     )
 
 
-def from_progress(message: agent_pb2.WatchResponse) -> GenerationProgress | Overtaken:
+def from_progress(message: agent_pb2.WatchResponse) -> WatchNews:
     if message.HasField("overtaken_by"):
         return Overtaken(from_launch(message.overtaken_by), printable(message.reason))
     generation = needed(message, "generation", from_generation)
+    if message.change:
+        for kind, number in _CHANGES.items():
+            if number == message.change:
+                return Change(kind, generation, printable(message.reason))
+        raise _refused("change", "a known value", message.change)
     try:
         level = Level(message.level)
     except ValueError as error:

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING
 
 from flashckpt.errors import BusyError, ConfigError, FencedError, FlashError, NotFoundError
 from flashckpt.protocol.placement import place
+from flashckpt.protocol.verdict import Change
 from flashckpt.rpc.api import Overtaken
 from flashckpt.save.flush_news import FlushNews
 from flashckpt.save.own_slots import lacking
 from flashckpt.save.patience import LOOK_SECONDS, Patience
+from flashckpt.save.replication_news import ReplicationNews
 from flashckpt.types import Launch, Level, Session, age_order
 from flashckpt.workers import Pending, Worker
 
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from flashckpt.config import CheckpointConfig
     from flashckpt.protocol.line import Line
     from flashckpt.rpc.agent_client import AgentClient
-    from flashckpt.rpc.api import GenerationProgress
+    from flashckpt.rpc.api import GenerationProgress, WatchNews
     from flashckpt.rpc.credentials import Bundle
     from flashckpt.save.handle import SaveHandle
     from flashckpt.save.own_slots import SlotMemory
@@ -57,6 +59,7 @@ class AgentSlots:
         self._begun: tuple[Launch, bytes] | None = None  # the launch that this lease's agent knows we are in
         self.memory: SlotMemory | None = None
         self.flushes = FlushNews()
+        self.replication = ReplicationNews()
         self.patience = Patience()
         self.on_overtaken: Callable[[str], None] = lambda reason: None
         self._told: Pending[None] | None = None  # the last message to the agent that is sent in the background
@@ -179,10 +182,12 @@ class AgentSlots:
             while len(self._saved) > 16:
                 del self._saved[next(iter(self._saved))]
             early = self._early.pop(handle.generation, None)
+        handle.replication_problem = lambda: self.replication.problem
         if self._session.persist is not None:
             self._offer_flush(handle)
         if early is not None:
             _advance(handle, early)
+            self._note_given_up(early)
 
     def _offer_flush(self, handle: SaveHandle) -> None:
         known, generation = weakref.ref(handle), handle.generation
@@ -252,11 +257,14 @@ class AgentSlots:
         if self._told is not None:
             self._told.wait(max(0.0, deadline - time.monotonic()))
 
-    def _take_news(self, progress: GenerationProgress | Overtaken) -> None:
+    def _take_news(self, progress: WatchNews) -> None:
         if isinstance(progress, Overtaken):
             # A load of this process begins a newer launch as well: on this rank, before any agent is taken over.
             if self.launch.is_older_than(progress.launch):
                 self.on_overtaken(progress.reason)
+            return
+        if isinstance(progress, Change):
+            self.replication.changed(progress)
             return
         if progress.flush_problem:
             self.flushes.failed(progress.generation.step, progress.flush_problem)
@@ -281,9 +289,22 @@ class AgentSlots:
                     del self._early[next(iter(self._early))]
         if handle is not None:
             _advance(handle, progress)
+        self._note_given_up(progress)
         for other in overtaken:
             # News of it may have been lost with an agent; it matters only where it never got there.
             other.stop(f"step {progress.generation.step} was {progress.level.name.lower()} before it")
+
+    def _note_given_up(self, progress: GenerationProgress) -> None:
+        """Tell of a save of this rank that was good and will not be replicated. Once; also where nobody keeps its
+        handle."""
+        if progress.level is not Level.NONE:
+            return
+        with self._lock:
+            found = [step for step, generation in self._saved.items() if generation == progress.generation]
+            for step in found:
+                del self._saved[step]
+        for step in found:
+            self.replication.given_up(step, progress.reason)
 
 
 def _acquire(shard: ShardId, size_bytes: int, on_busy: str, client: AgentClient, ticket: bytes, left: float) -> int:

@@ -40,7 +40,7 @@ class FlushNews:
     def failed(self, step: int, reason: str) -> None:
         """Note a failure. Logs a warning where the reason is another one than before."""
         with self._lock:
-            is_new = _alike(reason) != _alike(self._problem)
+            is_new = alike(reason) != alike(self._problem)
             self._problem = reason
             end = FlushEnd(step, reason, is_new)
             self._add(end)
@@ -77,6 +77,6 @@ class FlushNews:
         self._unheard = [*self._unheard, end][-_MOST_UNHEARD:]
 
 
-def _alike(reason: str) -> str:
+def alike(reason: str) -> str:
     """Without what differs from attempt to attempt: steps and names of temporary files."""
     return _VARYING.sub("#", reason)

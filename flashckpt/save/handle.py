@@ -55,6 +55,7 @@ class SaveHandle:
         self._persists = persists  # whether there is a persistent tier
         self.ask_persist: Callable[[bool], None] | None = None  # asks for a flush; True: somebody waits for it
         self.flush_problem: Callable[[], str] = str  # why the last flush failed; "" = it did not, or there was none
+        self.replication_problem: Callable[[], str] = str  # why it is not replicated yet; "" = not known
         self.before_pass: Callable[[], None] | None = None  # called once, before the gate opens
         self.queued: Queued | None = None
         self._upload: weakref.ref[UploadCompletion] | None = None
@@ -113,6 +114,9 @@ class SaveHandle:
         if not ended:
             problem = self.flush_problem() if wanted is Level.PERSISTED else ""
             why = f"; the last flush failed: {problem}" if problem else ""
+            if not problem and self._level < Level.REPLICATED <= wanted:
+                problem = self.replication_problem()
+                why = f": {problem}" if problem else ""
             raise DeadlineError(
                 f"step {self.step}: expected level {wanted.name.lower()} within {timeout} s, "
                 f"found {self._level.name.lower()}{why}",

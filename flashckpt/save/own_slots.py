@@ -15,6 +15,7 @@ from flashckpt.errors import BusyError, ConfigError, FlashError
 from flashckpt.failpoints import failpoint
 from flashckpt.save.flush_news import FlushNews
 from flashckpt.save.patience import Patience
+from flashckpt.save.replication_news import ReplicationNews
 from flashckpt.save.retention import GenerationState, GenerationVerdict, judge, releasable
 from flashckpt.store.owner import Owner, is_dead
 from flashckpt.types import age_order
@@ -53,6 +54,9 @@ class Slots(Protocol):
 
     flushes: FlushNews
     """What becomes of flushes to persist_dir."""
+
+    replication: ReplicationNews
+    """How the replication of what was saved goes on."""
 
     on_overtaken: Callable[[str], None]
     """Called, in any thread, with the reason, once a newer launch has taken the job over from this one."""
@@ -116,6 +120,7 @@ class OwnSlots:
         self._trimmed = False
         self.memory: SlotMemory | None = None
         self.flushes = FlushNews()
+        self.replication = ReplicationNews()
         self.patience = Patience()
         self.on_overtaken: Callable[[str], None] = lambda reason: None
 

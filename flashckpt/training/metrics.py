@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from flashckpt.load.result import LoadResult
     from flashckpt.save.flush_news import FlushNews
     from flashckpt.save.handle import SaveHandle
+    from flashckpt.save.replication_news import ReplicationNews
 
 log = logging.getLogger(__name__)
 
@@ -26,8 +27,9 @@ _LEVELS = (Level.STAGED, Level.SEALED, Level.REPLICATED, Level.PERSISTED)
 class Event:
     """Something that happened to one step. Sent on the training thread, at the call that follows it."""
 
-    # "saved", "held" (optimizer.step() had to wait), a level that was reached, "failed" (a save or a flush;
-    # also once when another launch has taken the job over), "skipped", "loaded"
+    # "saved", "held" (optimizer.step() had to wait), a level that was reached, "failed" (a save, its replication or a
+    # flush; also once when another launch has taken the job over), "skipped", "loaded"; of replication also "lagging"
+    # and "going_on", and of the step that the job stands on "at_risk", "lost" and "healed"
     kind: str
     step: int
     seconds: float = 0.0  # what it took: of the training thread for "saved" and "held", since the save for a level
@@ -48,6 +50,8 @@ class Metrics:
     load_seconds: float = 0.0
     flushes: dict[str, int] = field(default_factory=dict)  # to persist_dir: "done" and "failed"
     flush_problem: str = ""  # why the last flush failed; "" = it did not, or there was none
+    replications: dict[str, int] = field(default_factory=dict)  # of saves that were good: "done" and "failed"
+    replication_problem: str = ""  # why the oldest step that is not replicated yet is not; "" = not known, or none
     overtaken: str = ""  # why no save counts any more: another launch has taken the job over
 
 
@@ -57,6 +61,8 @@ class Recorder:
     def __init__(self, on_event: Callable[[Event], None] | None) -> None:
         self._on_event = on_event
         self.flush_news: FlushNews | None = None
+        self.replication_news: ReplicationNews | None = None
+        self._replications = {"done": 0, "failed": 0}
         self._flushes = {"done": 0, "failed": 0}
         self._recent: deque[_Followed] = deque(maxlen=_REMEMBERED)
         self._saves = {outcome.value: 0 for outcome in Outcome}
@@ -92,11 +98,18 @@ class Recorder:
             self._flushes["failed" if end.reason else "done"] += 1
             if end.reason and end.is_new:
                 self._send(Event("failed", end.step, reason=f"not brought to persist_dir: {end.reason}"))
+        for told in self.replication_news.take() if self.replication_news is not None else ():
+            is_failure = told.kind == "failed"
+            self._replications["failed"] += is_failure
+            self._send(
+                Event(told.kind, told.step, reason=f"not replicated: {told.reason}" if is_failure else told.reason)
+            )
         for one in self._recent:
             handle = one.handle
             for level in _LEVELS:
                 if level in handle.reached and level not in one.told:
                     one.told.add(level)
+                    self._replications["done"] += level is Level.REPLICATED
                     at = handle.reached[level]
                     self._newest[level] = max(self._newest.get(level, (-1, 0.0)), (handle.step, at))
                     self._send(Event(level.name.lower(), handle.step, at - one.began, handle.size_bytes))
@@ -119,6 +132,8 @@ class Recorder:
             load_seconds=self._load_seconds,
             flushes=dict(self._flushes),
             flush_problem=self.flush_news.problem if self.flush_news is not None else "",
+            replications=dict(self._replications),
+            replication_problem=self.replication_news.problem if self.replication_news is not None else "",
             overtaken=self._overtaken,
         )
 

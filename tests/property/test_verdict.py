@@ -162,8 +162,8 @@ def log():
             domains = dict.fromkeys(("g0", *peers), "")
             view = View("g0", KEPT, True, 2, world, domains, peers, {"g0": frozenset()}, word, PATIENCE)
             verdict, _ = judge(view, 0.0)
-        noted[0], lines = news(noted[0], peers, verdict)
-        return lines
+        noted[0], lines, changes = news(noted[0], peers, verdict)
+        return [*lines, *map(str, changes)]
 
     return feed
 
