@@ -648,7 +648,7 @@ class Checkpointer:
             self._slots.enter(launch)
             self._attempts.begin()
             self._outcomes.begin()
-            self._attempts.follow()
+            self._attempts.follow(generation)
             if self._topology.is_leader:
                 line = recovery.line_for(launch, generation)
                 self._slots.put_line(line.compacted(recovery.present), generation)
@@ -836,13 +836,13 @@ class Checkpointer:
             self._store.forget_persisted()  # whoever starts anew does not miss what lay in persist_dir
         line = begun(self._slots.launch) if given_up is None else given_up.line_for(self._slots.launch, None)
         self._writer.due_line = line.compacted(present)
-        self._attempts.follow()
+        self._attempts.follow(None)
         return line
 
     def _put_line(self, line: Line, base: Generation | None, present: Collection[Launch]) -> None:
         """Collective."""
         put_line(self._group, self._topology, self._slots, line.compacted(present), base)
-        self._attempts.follow()
+        self._attempts.follow(base)
         self._remember_line(line)
 
     def _remember_line(self, line: Line) -> None:
