@@ -82,7 +82,7 @@ class Deferrals:
     def note(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Mark tensors after a load, so that the first save can tell which of them have not changed since."""
         for key, tensor in tensors.items():
-            self._is_steady(key, tensor, None)
+            self._is_steady(key, tensor, ())
 
     def forget_frozen(self) -> None:
         """Forget what earlier shards prove: a load fills tensors by their addresses."""
@@ -110,14 +110,20 @@ class Deferrals:
         deferred: list[int] = []
         immediate: list[int] = []
         frozen: set[int] = set()
+
+        def others_of(i: int) -> list[torch.Tensor]:
+            """Return the tensors whose version counters show changes to this one."""
+            owner = owner_of(leaves[i])
+            return [*flat.wrappers.get(fqns[i], ()), *(() if owner is None else (owner,))]
+
         for i in self._of(plan):
             key, tensor = fqns[i], leaves[i]
             may = False if key in self._changing else defers(key, tensor)
-            if may is None and (may := self._is_steady(key, tensor, owner_of(tensor))):
+            if may is None and (may := self._is_steady(key, tensor, others_of(i))):
                 frozen.add(i)
             provable = may and has_versions(key, tensor) and not is_shared(key, tensor)
             (deferred if provable else immediate).append(i)
-        marks = ImmediateMarks(fqns, leaves, immediate, owner_of)
+        marks = ImmediateMarks(fqns, leaves, immediate, others_of)
         immediate = _clone_on_devices(flat, fqns, leaves, immediate)
         if self._device_snapshot:
             left_there = _clone_on_devices(flat, fqns, leaves, deferred)
@@ -145,7 +151,7 @@ class Deferrals:
             marks=marks,
             torn=torn,
             overlapped=True,
-            owners={i: owner_of(leaves[i]) for i in deferred},
+            others={i: others_of(i) for i in deferred},
         )
         made.frozen = entries
         if not deferred and not left:
@@ -205,12 +211,12 @@ class Deferrals:
             self._stored = plan, sorted({source.tensor for source in plan.sources})
         return self._stored[1]
 
-    def _is_steady(self, key: str, tensor: torch.Tensor, owner: torch.Tensor | None) -> bool:
+    def _is_steady(self, key: str, tensor: torch.Tensor, others: Collection[torch.Tensor]) -> bool:
         """Mark a large tensor. Return True if it has not changed since the last save, as a frozen parameter."""
         local = plain_local(tensor)
         if local is None or local.nbytes < STEADY_BYTES or local.is_inference():
             return False
-        mark = Mark(local.data_ptr(), version_of(tensor, owner))
+        mark = Mark(local.data_ptr(), version_of(tensor, others))
         known, self._marks[key] = self._marks.get(key), mark
         if known != mark:
             self.frozen.forget(key)
@@ -233,7 +239,7 @@ class Deferred:
         marks: ImmediateMarks | None,
         torn: list[str],
         overlapped: bool,
-        owners: Mapping[int, torch.Tensor | None] | None = None,
+        others: Mapping[int, Sequence[torch.Tensor]] | None = None,
     ) -> None:
         fqns, leaves = list(flat.tensors), list(flat.tensors.values())
         self.frozen: list[FrozenEntry] = []  # of tensors that have not changed since an earlier save
@@ -249,7 +255,7 @@ class Deferred:
         self._counters = [
             (fqns[i], one, one._version)
             for i in indices
-            for one in counters_of(leaves[i], None if owners is None else owners[i])
+            for one in counters_of(leaves[i], () if others is None else others[i])
         ]
         self._checksums = checksums
         self._immediate_marks = marks

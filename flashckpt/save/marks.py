@@ -84,28 +84,31 @@ def is_shared(key: str, tensor: torch.Tensor) -> bool:
     return any(part.is_cpu and part.untyped_storage().is_shared() for part in parts_of(key, tensor))
 
 
-def counters_of(tensor: torch.Tensor, owner: torch.Tensor | None) -> list[torch.Tensor]:
+def counters_of(tensor: torch.Tensor, others: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return tensors whose version counters show changes that those of the tensor's parts do not show.
 
-    torch counts an operation on a DTensor only there, and one on its local tensor only there. A state dict has aliases:
-    a DTensor's alias has another local tensor, and `.data` has a counter of its own. So those of the parameter that
-    `tensor` is an alias of are needed too, the `owner`.
+    torch counts an operation on a DTensor, or on another tensor that is made of tensors, only there, and one on its
+    local tensor only there. A state dict has aliases: a DTensor's alias has another local tensor, and `.data` has a
+    counter of its own. So the `others` are needed too: the parameter that `tensor` is an alias of, and the tensors that
+    are made of it.
     """
     found: list[torch.Tensor] = []
     if tensor is not plain_local(tensor):
         found.append(tensor)
-    if owner is not None and owner is not tensor:
-        found.append(owner)
-        local = plain_local(owner)
-        if local is not None and local is not owner:
+    for other in others:
+        if other is tensor:
+            continue
+        found.append(other)
+        local = plain_local(other)
+        if local is not None and local is not other:
             found.append(local)
     return [one for one in found if not one.is_inference()]
 
 
-def version_of(tensor: torch.Tensor, owner: torch.Tensor | None) -> int:
+def version_of(tensor: torch.Tensor, others: Iterable[torch.Tensor]) -> int:
     """Return the sum of all version counters of a tensor. They only grow, so an equal sum shows that none has grown."""
     local = plain_local(tensor)
-    counters = counters_of(tensor, owner)
+    counters = counters_of(tensor, others)
     return sum(one._version for one in (counters if local is None else [local, *counters]))
 
 
@@ -121,11 +124,11 @@ class ImmediateMarks:
         fqns: list[str],
         leaves: list[torch.Tensor],
         indices: Sequence[int],
-        owner_of: Callable[[torch.Tensor], torch.Tensor | None],
+        others_of: Callable[[int], Iterable[torch.Tensor]],
     ) -> None:
         self.leaves = leaves
         self._fqns = fqns
-        self._owner_of = owner_of
+        self._others_of = others_of
         self._marks: dict[int, list[Mark]] = {}
         self.note([i for i in indices if has_versions(fqns[i], leaves[i])])
 
@@ -146,4 +149,4 @@ class ImmediateMarks:
 
     def _now(self, i: int) -> list[Mark]:
         leaf = self.leaves[i]
-        return marks_of(parts_of(self._fqns[i], leaf), counters_of(leaf, self._owner_of(leaf)))
+        return marks_of(parts_of(self._fqns[i], leaf), counters_of(leaf, self._others_of(i)))

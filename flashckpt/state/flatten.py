@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, MutableMapping, MutableSequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -101,6 +102,7 @@ class Flat:
     paths: dict[str, Path] = field(default_factory=dict)  # see path_of
     per_rank: set[str] = field(default_factory=set)
     statefuls: dict[str, Any] = field(default_factory=dict)  # the state dict each Stateful object gave
+    wrappers: dict[str, list[torch.Tensor]] = field(default_factory=dict)  # key → tensors that are made of this one
     keys_only: bool = False  # what is one value was not asked for: its structure does not matter
 
     def path(self, fqn: str) -> Path:
@@ -128,8 +130,11 @@ def _walk(flat: Flat, fqn: str, path: Path, value: Any, per_rank: bool) -> None:
         _put(flat, flat.tensors, fqn, path, value, per_rank)
     elif isinstance(value, torch.Tensor):
         if _is_wrapper(value):
+            before = len(flat.tensors)
             for name in value.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
                 _walk(flat, f"{fqn}.{name}", (*path, name), getattr(value, name), per_rank)
+            for key in islice(reversed(flat.tensors), len(flat.tensors) - before):
+                flat.wrappers.setdefault(key, []).append(value)
             return
         _put(flat, flat.tensors, fqn, path, value, per_rank)
     elif isinstance(value, Mapping) and value:

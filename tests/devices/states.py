@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import tempfile
 import time
@@ -351,6 +352,7 @@ def test_a_snapshot_of_copies_on_the_device_is_not_torn(room):
     state["turned"] = torch.randn(30, 40).to("sim:0").t()
     state["host"] = torch.arange(100.0)
     wanted = {key: host_bytes(value) for key, value in state.items()}
+    gc.collect()  # what earlier tests left in circles must not be freed in between
     for device in range(2):
         torch.accelerator.synchronize(device)  # what earlier tests freed goes in the order of its stream
     used = [torch.accelerator.memory_allocated(device) for device in range(2)]

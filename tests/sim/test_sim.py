@@ -60,7 +60,9 @@ def test_no_history_breaks_an_invariant_and_all_rare_states_are_reached():
     found = [story for stories, _, _ in results for story in stories]
     assert not found, f"{len(found)} of {SEEDS}; the first: {found[0]} (python -m tests.sim --seed … --trace tells it)"
     assert sum(commits for _, _, commits in results) > SEEDS
-    missing = PROBES - set().union(*(probes for _, probes, _ in results))
+    # Some rare states are reached once in a thousand histories: a kept seed stands for each of these.
+    reached = set().union(*(probes for _, probes, _ in results), *(run(seed).probes for seed in kept_seeds()))
+    missing = PROBES - reached
     assert not missing, f"never reached: {sorted(missing)}"
 
 

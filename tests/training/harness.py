@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from flashckpt import CheckpointConfig, Checkpointer, CheckpointManager, Level, NotFoundError, PerRank, failpoints
 from flashckpt.state.flatten import OneValue
@@ -322,6 +323,8 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def _cloned(value: Any) -> Any:
     """Clones where the tensor is, behind what is queued there: to wait for a device here would hide a race."""
+    if is_traceable_wrapper_subclass(value) and not isinstance(value, DTensor):
+        return {name: _cloned(getattr(value, name)) for name in value.__tensor_flatten__()[0]}
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, np.ndarray):

@@ -13,6 +13,7 @@ from torch import nn
 from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver, PerChannelMinMaxObserver
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrizations, parametrize, prune
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 from flashckpt import CheckpointConfig, CheckpointManager
@@ -1078,6 +1079,39 @@ def shared_parameter_changed_by_another_process_from_the_fourth_save_on(run):
         view[...] *= 0.5
 
     return _from_the_fourth_save_on(run, model, lambda *_: _fork(halve))
+
+
+class _WrappedMomentum(torch.optim.Optimizer):
+    """Keeps its moments in tensors that are made of tensors, as quantized moments are."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["moment"] = TwoTensor(torch.zeros_like(p), torch.zeros_like(p))
+                if p.grad is not None:
+                    state["moment"].mul_(0.9).add_(TwoTensor(p.grad, p.grad.square()))
+                    p.sub_(state["moment"].a, alpha=group["lr"])
+
+
+@may_refuse(saves=7, **on_host)
+def wrapped_moments_changed_from_the_fourth_save_on(run):
+    """torch counts it for the tensor around them, but for none of the tensors that it is made of."""
+    model = _deep(run)
+    optimizer = _WrappedMomentum(model.parameters())
+    run.manage(model, optimizer)
+
+    @torch.no_grad()
+    def late():
+        if run.saves >= 4:
+            optimizer.state[model[5].weight]["moment"].mul_(0.5)
+
+    return trained(run, model, optimizer, before=late)
 
 
 # Modules that take other places or forms, and saves from within something else.
