@@ -443,6 +443,18 @@ class Settings:
     disabled: bool
 
     @property
+    def why_no_saves(self) -> str:
+        """Why every save is skipped; "": none is."""
+        if self.disabled:
+            return "FLASHCKPT_DISABLE is set"
+        return "load_only is set" if self.config.load_only else ""
+
+    @property
+    def persists(self) -> bool:
+        """Whether somebody writes to persist_dir."""
+        return self.config.persist_dir is not None and self.uses_agent
+
+    @property
     def encrypts_data(self) -> bool:
         """Whether lanes use TLS: as it was asked for, else where the operator brings certificates."""
         asked = self.config.encrypt_data
