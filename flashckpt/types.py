@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 MAX_KEEPS = 64  # generations that a commit record may name beside its own
+MAX_LANES = 8  # connections of one transfer
+TRANSPORTS = ("auto", "tcp", "grpc")  # ways for shards from node to node: lanes, or the calls themselves
 
 
 class Level(enum.IntEnum):

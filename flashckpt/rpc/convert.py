@@ -456,7 +456,7 @@ def to_envelope(envelope: wire.Envelope, receiver: str) -> peer_pb2.TellRequest:
             request.lost.CopyFrom(peer_pb2.Lost(shard=to_shard(shard)))
         case wire.WantBack(shard, digest):
             request.want.CopyFrom(peer_pb2.Want(shard=to_shard(shard), digest=digest))
-        case wire.Persist(generation, reason, urgent):
+        case wire.WantPersisted(generation, reason, urgent):
             text = shorten(reason, _MAX_TEXT_BYTES)
             wanted = peer_pb2.Persist(generation=to_generation(generation), reason=text, urgent=urgent)
             request.persist.CopyFrom(wanted)
@@ -504,7 +504,7 @@ def _body(message: peer_pb2.TellRequest) -> wire.Body:
         case "persist":
             reason = _line(message.persist.reason, "reason")
             generation = needed(message.persist, "generation", from_generation)
-            return wire.Persist(generation, reason, message.persist.urgent)
+            return wire.WantPersisted(generation, reason, message.persist.urgent)
         case "flush_failed":
             return from_failure(message.flush_failed)
         case "holds":
