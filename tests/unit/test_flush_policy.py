@@ -29,8 +29,8 @@ from flashckpt.protocol.flush import choose, retry_delay, writers
 from flashckpt.protocol.members import who_orders
 from flashckpt.protocol.placement import place
 from flashckpt.protocol.replicate import Limits
-from flashckpt.protocol.session import decode_session, encode_session
 from flashckpt.protocol.wire import Announce, Answer, Beat, Envelope, FlushFailure, FlushOrder, WantPersisted
+from flashckpt.rpc.session import decode_session, encode_session
 from flashckpt.types import Generation, Held, Launch, Level, Member, PersistSettings, Record, Session, ShardId
 
 LAUNCH = Launch(5, 77)

@@ -45,7 +45,7 @@ MAY_IMPORT = {
     "doctor": {"config", "cryptography", "agent", "persist", "rpc", "store", "native"},
     "cli": {
         *("click", "rich", "demo", "doctor", "export", "training", "load", "persist", "save", "state", "agent"),
-        *("config", "protocol", "format", "store", "native"),
+        *("config", "rpc", "protocol", "format", "store", "native"),  # of rpc what an agent keeps of a session
     },
 }
 IMPURE = {"os", "io", "time", "random", "secrets", "socket", "threading", "subprocess", "asyncio"}
