@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from flashckpt.config import CheckpointConfig
+from flashckpt.config import CheckpointConfig, InitialLoad, Memory, Network, Persist, Replication, Saving
 from flashckpt.errors import (
     AgentError,
     AmbiguousHistoryError,
@@ -109,21 +109,27 @@ __all__ = [
     "ForeignStepError",
     "Generation",
     "IncompatibleError",
+    "InitialLoad",
     "InternalError",
     "Level",
     "LiveJobError",
     "LoadResult",
+    "Memory",
     "MismatchError",
     "MissingKeyError",
+    "Network",
     "NoSpaceError",
     "NotFoundError",
     "OtherRankError",
     "Outcome",
     "PeerError",
     "PerRank",
+    "Persist",
     "PersistError",
+    "Replication",
     "RetrieveError",
     "SaveHandle",
+    "Saving",
     "StorageError",
     "StructureError",
     "UnsafeDirectoryError",

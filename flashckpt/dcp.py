@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, WriteItemType
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from flashckpt.checkpointer import internals_of
 from flashckpt.errors import (
     ConfigError,
     CorruptShardError,
@@ -55,10 +56,11 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlanner, WriteItem
     from torch.distributed.checkpoint.planner import SavePlan as DcpSavePlan
 
-    from flashckpt.checkpointer import Checkpointer, DcpOrigin
+    from flashckpt.checkpointer import Checkpointer
     from flashckpt.load.attempt import Attempt
     from flashckpt.load.context import LoadContext
     from flashckpt.save.own_slots import Slots
+    from flashckpt.start.internals import DcpOrigin, Internals
     from flashckpt.state.assumed import Reader
     from flashckpt.state.cover import Piece
     from flashckpt.types import Launch
@@ -97,7 +99,7 @@ class _Foreign:
         return _foreign.get(origin) or _foreign.setdefault(origin, _Foreign(origin))
 
     def claim(self, origin: DcpOrigin) -> None:
-        """As Checkpointer.claim_for_dcp."""
+        """As JobClaim.take_here."""
         if not self._claims:
             refuse_beside_live_here(origin.topology, self.writer.slots, origin.settings.job)
             self._claims = True
@@ -118,8 +120,8 @@ class FlashWriter(StorageWriter):
     """
 
     def __init__(self, checkpointer: Checkpointer, step: int | None = None) -> None:
-        self._checkpointer: Checkpointer | None = checkpointer
-        self._origin = checkpointer.origin()
+        self._internals: Internals | None = internals_of(checkpointer)
+        self._origin = self._internals.origin()
         self._given_step = step
         self._checkpoint_id: str | None = None
         self._rank = 0
@@ -128,8 +130,8 @@ class FlashWriter(StorageWriter):
 
     # A copy that travels to another process leaves mappings and sockets behind and finds its own there.
     def __getstate__(self) -> dict[str, Any]:
-        origin = self._checkpointer.origin() if self._checkpointer is not None else self._origin
-        return {**self.__dict__, "_checkpointer": None, "_origin": origin}
+        origin = self._internals.origin() if self._internals is not None else self._origin
+        return {**self.__dict__, "_internals": None, "_origin": origin}
 
     @property
     def checkpoint_id(self) -> str | None:
@@ -147,8 +149,10 @@ class FlashWriter(StorageWriter):
 
     def prepare_local_plan(self, plan: DcpSavePlan) -> DcpSavePlan:
         # Here, where DCP still stops all ranks if one raises: to write takes the agents over.
-        if self._checkpointer is not None:
-            self._checkpointer.claim_for_dcp()
+        if self._internals is not None:
+            self._internals.check_enabled()
+            self._internals.refuse_to_write("save")
+            self._internals.claim.take_here()
         else:
             _Foreign.of(self._origin).claim(self._origin)
         # The coordinator's planner leaves each plain tensor to one rank, and the plan no longer tells who else has it.
@@ -181,8 +185,9 @@ class FlashWriter(StorageWriter):
         flat.paths.update({fqn: paths[fqn] for fqn in flat.values if fqn in paths})
         allow_torch_save = self._origin.settings.config.allow_torch_save
         values = pack(flat, None, allow_torch_save, assumed_bytes=ours.assumed_bytes)
-        if self._checkpointer is not None:
-            self.generation = self._checkpointer.write_for_dcp(step, self._rank, world, ours, flat, values)
+        if self._internals is not None:
+            with self._internals.turn("write_data"):
+                self.generation = self._internals.saver.write_planned(step, self._rank, world, ours, flat, values)
         else:
             foreign = _Foreign.of(self._origin)
             self.generation = foreign.next_generation(step)
@@ -322,9 +327,9 @@ class FlashReader(StorageReader):
         read_only: bool | None = None,
         take_over: bool = False,
     ) -> None:
-        self._read_only = checkpointer.reads_only(read_only, take_over)
+        self._internals = internals_of(checkpointer)
+        self._read_only = self._internals.reads_only(read_only, take_over)
         self._take_over = take_over
-        self._checkpointer = checkpointer
         self._given_step = step
         self._step = step
         self._checkpoint_id: str | None = None
@@ -358,20 +363,25 @@ class FlashReader(StorageReader):
         differ. On several nodes no rank sees everything: they choose together, so that all of them have to load.
         """
         self._close()
-        checkpointer = self._checkpointer
-        checkpointer.settle_for_dcp()
-        alone = checkpointer.is_on_one_node
+        internals = self._internals
+        internals.check_enabled()
+        # A rank that is quick would miss what slower ranks of its node are still sealing.
+        internals.saver.writer.wait_until_settled(internals.topology.node_ranks)
+        alone = len(internals.topology.nodes) == 1
         self._launch = None if alone or self._read_only else self._begin_launch()
-        self._context = checkpointer.context(alone=alone)
+        self._context = internals.context(alone=alone)
         self._recovery = Recovery(self._context)
         self._attempt = self._recovery.find(self._step)
         return _metadata(self._attempt)
 
     def _begin_launch(self) -> Launch:
-        return self._checkpointer.take_over_for_dcp(take_over=self._take_over)
+        """As load() does before it looks at anything. Collective."""
+        self._internals.claim.take(take_over=self._take_over)
+        self._internals.claim.renew_launch()
+        return self._internals.slots.launch
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self._rank = kwargs.get("rank", self._checkpointer.topology.rank)
+        self._rank = kwargs.get("rank", self._internals.topology.rank)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return replace(plan, storage_data=tuple(self._opened().generation))
@@ -384,15 +394,16 @@ class FlashReader(StorageReader):
                 hint="a save was under way; load again, or name the step",
             )
         launch = self._launch
-        if launch is None and len(plans) == self._checkpointer.topology.world and not self._read_only:
+        if launch is None and len(plans) == self._internals.topology.world and not self._read_only:
             # All ranks load: what they save from now on follows this generation.
             if not self._take_over:
-                self._checkpointer.claim_for_dcp(again=True)
-            launch = next_launch(self._checkpointer.store.highest_epoch())
+                self._internals.refuse_to_write("save")
+                self._internals.claim.take_here(again=True)
+            launch = next_launch(self._internals.store.highest_epoch())
         return [replace(plan, storage_data=launch) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        attempt, context, checkpointer = self._opened(), self._context, self._checkpointer
+        attempt, context = self._opened(), self._context
         tensors = [item for item in plan.items if item.type == LoadItemType.TENSOR]
         resolved: list[torch.Tensor] = []
         transfers: list[Transfer] = []
@@ -424,7 +435,9 @@ class FlashReader(StorageReader):
             raise cause if isinstance(cause, CorruptShardError) else UnusableError(error.message) from error
         for item, tensor in zip(tensors, resolved, strict=True):
             planner.commit_tensor(item, tensor)
-        checkpointer.loaded_by_dcp(self._recovery, attempt.generation, plan.storage_data)
+        self._internals.saver.deferrals.forget_frozen()
+        if plan.storage_data is not None:  # all ranks agreed to go on from here; None: only some load
+            self._internals.claim.go_on_with(plan.storage_data, self._recovery, attempt.generation)
         attempt.close()
         done: Future[None] = Future()
         done.set_result(None)

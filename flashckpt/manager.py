@@ -10,7 +10,7 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from flashckpt.checkpointer import Checkpointer
+from flashckpt.checkpointer import Checkpointer, internals_of
 from flashckpt.config import CheckpointConfig
 from flashckpt.errors import ClosedError, ConfigError, ConflictError, FlashError, LiveJobError
 from flashckpt.save.attempts import check_step_to_load
@@ -108,9 +108,10 @@ class CheckpointManager:
         self._dropped = weakref.finalize(self, self._hooks.drop)
         self._dropped.atexit = False
         self._checkpointer = Checkpointer(self.config, process_group=process_group)
-        self._checkpointer.raises_late_failures = False
-        self._recorder.flush_news = self._checkpointer.flush_news
-        self._recorder.replication_news = self._checkpointer.replication_news
+        self._internals = internals_of(self._checkpointer)
+        self._internals.raises_late_failures = False
+        self._recorder.flush_news = self._internals.flush_news
+        self._recorder.replication_news = self._internals.replication_news
         try:
             self._cooldown = self._make_cooldown()
             self._gate.install()
@@ -119,10 +120,10 @@ class CheckpointManager:
             raise
 
     def _make_cooldown(self) -> Cooldown:
-        if self._checkpointer.disabled:
+        if self._internals.disabled:
             return Cooldown(0.0, "", 0, 1)
-        name, world = self._checkpointer.launch_name
-        return Cooldown(self.config.save_cooldown, name, self._checkpointer.topology.rank, world)
+        name, world = self._internals.launch_name
+        return Cooldown(self.config.save_cooldown, name, self._internals.topology.rank, world)
 
     # --- save -----------------------------------------------------------------------------------------------
 
@@ -179,13 +180,13 @@ class CheckpointManager:
             self._prewarm_once()
             return None
         handle = self._snapshot(step, wrapped)
-        if decision.persist and handle.persists and self._checkpointer.topology.rank == 0:
+        if decision.persist and handle.persists and self._internals.topology.rank == 0:
             self._to_flush.append(handle)  # asked for once it is sealed, by one rank for all
         if step == 1 and self.config.enable_first_step_checkpoint:
             self.maybe_wait_for_staging()
-            if not self._checkpointer.disabled:
+            if not self._internals.disabled:
                 raises = self.config.on_save_error == "raise"
-                prove_first(handle, self.config.save_timeout, self._checkpointer.read_back, raises=raises)
+                prove_first(handle, self.config.save_timeout, self._internals.read_back, raises=raises)
         if stopping or last_step:
             self._bring_home(handle, to_disk=stopping and persist is not False)
         if stopping and self._signals is not None:
@@ -193,12 +194,12 @@ class CheckpointManager:
             if self._signals.exit_code is not None:
                 raise SystemExit(self._signals.exit_code)
         if not stopping and not last_step:
-            self._checkpointer.raise_late_failure(handle)
+            self._internals.raise_late_failure(handle)
         return handle
 
     def _check_persist(self, persist: bool | None) -> None:
         """Refuse to promise what nobody would do."""
-        if persist and not (self._checkpointer.persists or self._checkpointer.disabled):
+        if persist and not (self._internals.settings.persists or self._internals.disabled):
             found = "none" if self.config.persist_dir is None else "that nobody writes there (agent='off')"
             raise ConfigError(
                 f"persist=True or permanent=True: expected persist_dir too, found {found}",
@@ -266,7 +267,7 @@ class CheckpointManager:
 
     def _prewarm_once(self) -> None:
         """The optimizer took a step, so the state has its size. All ranks are here: a save is due for all or none."""
-        if self._prewarmed or not self.config.prewarm or self.config.load_only or self._checkpointer.disabled:
+        if self._prewarmed or not self.config.prewarm or self.config.load_only or self._internals.disabled:
             return
         try:
             self.prewarm(background=True)
@@ -344,7 +345,7 @@ class CheckpointManager:
 
     def _load_initial(self, wish: LoadWish, key_mapping: Mapping[str, str] | None, cast: bool) -> LoadResult | None:
         """Nothing of our own: what the job is to start from, if anything."""
-        if self.config.initial_load_path is None or self._checkpointer.disabled:
+        if self.config.initial_load_path is None or self._internals.disabled:
             return None
         model_only = self.config.initial_load_model_only
         if model_only:
@@ -380,9 +381,9 @@ class CheckpointManager:
 
     def _finish_load(self, result: LoadResult, template: Template) -> LoadResult:
         """What needs to know the world that saved: the data loaders of new ranks, and the random numbers."""
-        world = self._checkpointer.topology.world
+        world = self._internals.topology.world
         if world > result.saved_world_size:
-            dataloader_of_rank_0(template.dataloader, self._checkpointer.group, result.saved_world_size)
+            dataloader_of_rank_0(template.dataloader, self._internals.group, result.saved_world_size)
         if template.dataloader.filled and self._state.dataloader is None:
             self._pending[DATALOADER] = template.dataloader.value
         if template.rng.filled and world == result.saved_world_size:
@@ -476,7 +477,7 @@ class CheckpointManager:
         """Within it nothing copies and nothing may be saved or loaded: for changes outside of `optimizer.step()`."""
         self._check_free("lock")
         self.maybe_wait_for_staging()
-        self._checkpointer.settle()
+        self._internals.settle()
         try:
             self._locked = True
             yield
@@ -495,7 +496,7 @@ class CheckpointManager:
 
     def all_steps(self) -> tuple[int, ...]:
         """Steps that are complete in this node's memory or in persist_dir, ascending."""
-        if self._checkpointer.disabled:
+        if self._internals.disabled:
             return ()
         complete = {g.step for g, state, _ in self._checkpointer.status().generations if state == "complete"}
         return tuple(sorted(complete | persisted_steps(self.config.persist_dir, self._checkpointer.job)))
@@ -538,7 +539,7 @@ class CheckpointManager:
         self._check_open()
         if self._signals is not None:
             self._signals.restore()
-        board = StopBoard(*(("", 1) if self._checkpointer.disabled else self._checkpointer.launch_name))
+        board = StopBoard(*(("", 1) if self._internals.disabled else self._internals.launch_name))
         self._signals = self._hooks.signals = SignalHandlers(signals, deadline, board, exit_code)
         return self._signals
 
@@ -569,13 +570,13 @@ class CheckpointManager:
         self._closed = True
         if self._all_closed:
             return
-        if self._checkpointer.is_forked:
+        if self._internals.is_forked:
             self._close_forked()
             return
         deadline = time.monotonic() + self.config.save_timeout
         self._end_load()
         with contextlib.suppress(Exception):  # its handle tells
-            self._checkpointer.settle(0.5 * self.config.save_timeout)
+            self._internals.settle(0.5 * self.config.save_timeout)
         self._gate.remove()
         if self._signals is not None:
             self._signals.restore()
@@ -600,7 +601,7 @@ class CheckpointManager:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            if kind is None and not self._checkpointer.is_forked:
+            if kind is None and not self._internals.is_forked:
                 self.finalize()
         except BaseException as error:
             kind = type(error)
@@ -612,7 +613,7 @@ class CheckpointManager:
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("this CheckpointManager was closed")
-        if self._checkpointer.is_forked:
+        if self._internals.is_forked:
             raise ConflictError(
                 "this CheckpointManager belongs to the process that made it, but its fork used it",
                 hint="make a manager of its own in the child",
@@ -620,7 +621,7 @@ class CheckpointManager:
 
     def _check_free(self, doing: str) -> None:
         self._check_open()
-        if self._loading and not self._checkpointer.is_busy:
+        if self._loading and not self._internals.is_busy:
             self._end_load()  # an exception interrupted the end of an earlier load
         if self._locked:
             raise ConflictError(f"{doing}() within lock()", hint="leave the `with manager.lock()` block first")

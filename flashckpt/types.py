@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 MAX_KEEPS = 64  # generations that a commit record may name beside its own
+MAX_LANES = 8  # connections of one transfer
+TRANSPORTS = ("auto", "tcp", "grpc")  # ways for shards from node to node: lanes, or the calls themselves
 
 
 class Level(enum.IntEnum):
@@ -105,17 +107,30 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a setting that arrives in a message may be. Of a text: how many bytes at most."""
+
+    least: float = 0
+    most: float | None = None
+    above: bool = False  # `least` itself is refused, too
+
+
+def _bounds(least: float = 0, most: float | None = None, *, above: bool = False) -> dict[str, Bounds]:
+    return {"bounds": Bounds(least, most, above)}
+
+
+@dataclass(frozen=True, slots=True)
 class PersistSettings:
     """How a launch uses its persistent tier; CheckpointConfig says what each of them means."""
 
     directory: str  # an absolute path or a URL
-    interval: int | None = None  # steps
-    interval_seconds: float | None = None
-    max_mbps: float | None = None
-    concurrency: int = 2
-    timeout: float = 1800.0
+    interval: int | None = field(default=None, metadata=_bounds(1))  # steps
+    interval_seconds: float | None = field(default=None, metadata=_bounds(above=True))
+    max_mbps: float | None = field(default=None, metadata=_bounds(above=True))
+    concurrency: int = field(default=2, metadata=_bounds(1, 1 << 10))
+    timeout: float = field(default=1800.0, metadata=_bounds(above=True))
     keep_latest_k: int = 0
-    keep_every: int | None = None
+    keep_every: int | None = field(default=None, metadata=_bounds(1))
     keep_steps: tuple[int, ...] = ()
     on_exit: bool = True
     drain_timeout: float = 60.0
@@ -130,10 +145,10 @@ class Session:
     world: int
     members: tuple[Member, ...]  # in the order of their lowest rank; the first one coordinates
     replicas: int  # copies on other nodes that were asked for
-    strategy: str  # of placement
+    strategy: str = field(metadata=_bounds(most=256))  # of placement
     slots_per_rank: int
     persist: PersistSettings | None = None  # None: memory only
-    keep_memory: int = 1  # committed generations that stay in memory
+    keep_memory: int = field(default=1, metadata=_bounds(1, MAX_KEEPS))  # committed generations that stay in memory
 
     @property
     def coordinator(self) -> str:

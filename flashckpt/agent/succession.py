@@ -19,7 +19,7 @@ from flashckpt.agent.bundle_file import read_bundle, write_bundle
 from flashckpt.errors import CorruptShardError, FlashError, NoSpaceError
 from flashckpt.protocol.line import launch_of
 from flashckpt.protocol.placement import place
-from flashckpt.protocol.session import decode_base, decode_session, encode_session
+from flashckpt.rpc.session import decode_base, decode_session, encode_session
 from flashckpt.store.session import KEPT_PAST
 from flashckpt.types import Held, ShardId
 

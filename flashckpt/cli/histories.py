@@ -21,7 +21,7 @@ from flashckpt.config import CheckpointConfig, resolve
 from flashckpt.errors import AgentError, CorruptShardError, FlashError, LiveJobError, PersistError
 from flashckpt.load.histories import chosen, date_of, ends
 from flashckpt.protocol.line import EVERYTHING, NOTHING, Ancestor, Line, by_head, launch_of, name_of, order
-from flashckpt.protocol.session import decode_session
+from flashckpt.rpc.session import decode_session
 from flashckpt.types import Launch
 
 if TYPE_CHECKING:

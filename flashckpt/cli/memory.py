@@ -16,7 +16,7 @@ from flashckpt.cli.output import note, printable
 from flashckpt.config import CheckpointConfig, resolve
 from flashckpt.errors import ConfigError, FlashError, NotFoundError
 from flashckpt.format.shard import read_identity
-from flashckpt.protocol.session import decode_session
+from flashckpt.rpc.session import decode_session
 from flashckpt.save.retention import GenerationState, judge
 from flashckpt.store.default_place import default_memory_dir, other_place
 from flashckpt.store.names import job_directory_name, parse_sealed_name

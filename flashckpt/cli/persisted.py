@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from flashckpt.errors import CorruptShardError, FlashError
-from flashckpt.protocol.session import decode_session
+from flashckpt.rpc.session import decode_session
 
 if TYPE_CHECKING:
     from flashckpt.persist.catalog import Persisted

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from flashckpt.agent.bundle_file import read_bundle
 from flashckpt.errors import CorruptShardError, PeerError
 from flashckpt.move.transports.grpc.client import PeerClient
-from flashckpt.protocol.session import decode_session
 from flashckpt.protocol.wire import GetOpen
+from flashckpt.rpc.session import decode_session
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -22,7 +22,7 @@ from flashckpt.load.live import LiveTensors
 from flashckpt.load.plan import Transfer, plan
 from flashckpt.load.result import LoadResult
 from flashckpt.protocol.line import launch_of, name_of
-from flashckpt.protocol.session import decode_session, encode_session
+from flashckpt.rpc.session import decode_session, encode_session
 from flashckpt.state.flatten import Flat, flatten, restore
 from flashckpt.types import Launch, Loss, Timings, age_order
 
@@ -242,11 +242,11 @@ class Recovery:
             if not context.is_leader or context.node not in tellers.values():
                 return b"[]"
             past = context.memory.inventory(context.timeout).past
-            mine = [encode_session(one).decode() for one in past if tellers.get(one.launch) == context.node]
+            mine = [encode_session(one).hex() for one in past if tellers.get(one.launch) == context.node]
             return json.dumps(mine).encode()
 
         answers = agree(context.group, context.node, "asking who had what is missing", tell)
-        sessions = [decode_session(one.encode()) for answer in answers for one in json.loads(answer)]
+        sessions = [decode_session(bytes.fromhex(one)) for answer in answers for one in json.loads(answer)]
         return explain(choice, {one.launch: one for one in sessions}, inventory.nodes)
 
     def load(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from flashckpt.protocol.events import FlushEnded, HurryFlush, Notify, NotifyFlushFailed, StartFlush, StopFlush
-from flashckpt.protocol.wire import FlushFailure, FlushOrder, Persist
+from flashckpt.protocol.wire import FlushFailure, FlushOrder, WantPersisted
 from flashckpt.types import Level, age_order
 
 if TYPE_CHECKING:
@@ -402,7 +402,7 @@ class FlushOrders:
             generation = newest.generation
         if self._current.is_of_this_launch(generation):
             self._want(generation, event.reason, event.urgent, now)
-            self._outbox.send(orderer, Persist(generation, event.reason, event.urgent), now)
+            self._outbox.send(orderer, WantPersisted(generation, event.reason, event.urgent), now)
 
     def asked(self, generation: Generation, reason: str, urgent: bool, now: float) -> None:
         """Another node asks for one."""

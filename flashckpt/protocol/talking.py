@@ -8,7 +8,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from flashckpt.protocol.events import Reply
-from flashckpt.protocol.wire import Announce, Answer, Beat, FlushFailure, GiveUp, Holds, Lost, Persist, Report, WantBack
+from flashckpt.protocol.wire import (
+    Announce,
+    Answer,
+    Beat,
+    FlushFailure,
+    GiveUp,
+    Holds,
+    Lost,
+    Report,
+    WantBack,
+    WantPersisted,
+)
 
 if TYPE_CHECKING:
     from flashckpt.protocol.commit import Committing
@@ -78,7 +89,7 @@ class Talking:
                 if self._is_coordinator(sender):
                     self._committing.take_news(record, voids)
                 self._flush_orders.hear(sender, order, persisted, failure, now)
-            case Persist(generation, reason, urgent):
+            case WantPersisted(generation, reason, urgent):
                 self._flush_orders.asked(generation, reason, urgent, now)
             case FlushFailure():
                 self._flush_orders.failed_at(sender, body, now)
@@ -157,7 +168,7 @@ class Talking:
             news += map(Lost, self._holdings.sources)
         wanted = self._flushing.wanted
         if wanted is not None and node_id == self._duties.orderer(now)[0]:
-            news.append(Persist(wanted.generation, wanted.reason, wanted.urgent))
+            news.append(WantPersisted(wanted.generation, wanted.reason, wanted.urgent))
         failure, order = self._flushing.own_failure, self._flushing.order
         is_news = failure is not None and order is not None and order.attempt == failure.attempt
         if failure is not None and is_news and node_id == self._flushing.giver:

@@ -72,7 +72,7 @@ class Announce:
 
 
 @dataclass(frozen=True, slots=True)
-class Persist:
+class WantPersisted:
     """To the node that orders flushes: this generation is wanted in persist_dir."""
 
     generation: Generation
@@ -117,7 +117,7 @@ class Holds:
     refusals: tuple[Refusal, ...] = ()
 
 
-Body = Beat | Report | GiveUp | Announce | Lost | WantBack | Persist | FlushFailure | Holds
+Body = Beat | Report | GiveUp | Announce | Lost | WantBack | WantPersisted | FlushFailure | Holds
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from flashckpt.errors import ConfigError, IncompatibleError
 from flashckpt.rpc.address import parse_address
-from flashckpt.rpc.errors import printable, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sized
@@ -116,3 +115,15 @@ def refused(what: str, expected: str, found: object) -> IncompatibleError:
         f"{what} of a message: expected {expected}, found {printable(shorten(str(found), 200))}",
         hint="run the same version of flashckpt on all nodes",
     )
+
+
+def shorten(text: str, limit_bytes: int) -> str:
+    data = text.encode(errors="replace")
+    if len(data) <= limit_bytes:
+        return data.decode()
+    return data[: limit_bytes - 3].decode(errors="ignore") + "…"
+
+
+def printable(text: str) -> str:
+    """Text of another process may end up on a terminal; it must not steer it."""
+    return "".join(c if c.isprintable() or c == "\n" else f"\\x{ord(c):02x}" for c in text)

@@ -6,11 +6,10 @@ of is checked, and what does not fit is an IncompatibleError that names the fiel
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import math
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from google.protobuf.message import DecodeError
 
@@ -22,7 +21,6 @@ from flashckpt.protocol.line import encode as encode_line
 from flashckpt.protocol.verdict import Change, ChangeKind
 from flashckpt.rpc.api import GenerationProgress, Hello, Lease, Overtaken, TrainerState
 from flashckpt.rpc.checks import DIGEST_BYTES as DIGEST_BYTES
-from flashckpt.rpc.checks import MAX_NAME_BYTES as _MAX_NAME_BYTES
 from flashckpt.rpc.checks import MAX_TEXT_BYTES as _MAX_TEXT_BYTES
 from flashckpt.rpc.checks import address as _address
 from flashckpt.rpc.checks import bounded as _bounded
@@ -34,24 +32,26 @@ from flashckpt.rpc.checks import name as name
 from flashckpt.rpc.checks import needed as needed
 from flashckpt.rpc.checks import optional as optional
 from flashckpt.rpc.checks import positive as positive
+from flashckpt.rpc.checks import printable, shorten
 from flashckpt.rpc.checks import refused as _refused
 from flashckpt.rpc.checks import seconds as seconds
-from flashckpt.rpc.checks import text as _text
 from flashckpt.rpc.checks import world as _world
 from flashckpt.rpc.credentials import Bundle
-from flashckpt.rpc.errors import printable, shorten
+from flashckpt.rpc.ids import from_generation as from_generation
+from flashckpt.rpc.ids import from_launch as from_launch
+from flashckpt.rpc.ids import from_shard as from_shard
+from flashckpt.rpc.ids import to_generation as to_generation
+from flashckpt.rpc.ids import to_launch as to_launch
+from flashckpt.rpc.ids import to_shard as to_shard
+from flashckpt.rpc.session import from_session as from_session
+from flashckpt.rpc.session import to_session as to_session
 from flashckpt.store.owner import Owner
 from flashckpt.types import (
     MAX_KEEPS,
     Claimant,
     Generation,
-    Launch,
     Level,
-    Member,
-    PersistSettings,
     Record,
-    Session,
-    ShardId,
 )
 from flashckpt.v1 import agent_pb2, common_pb2, peer_pb2
 
@@ -65,8 +65,6 @@ _MAX_MEMBERS = 1 << 16
 # What a list of a message is looked through for is done under the agent's lock: no longer than an honest one.
 _MAX_HOLDERS = 1 << 10
 _MAX_VOIDS = 1 << 10
-_MAX_CONCURRENCY = 1 << 10
-_MAX_KEEP_STEPS = 1 << 16
 _MAX_HELD = 1 << 16
 _MAX_TRAINERS = 1 << 16
 _MAX_COPIES = 1 << 8
@@ -92,14 +90,6 @@ def parse(cls: _Parser[_M], data: bytes, what: str) -> _M:
 
 
 # --- ids
-
-
-def to_launch(launch: Launch) -> common_pb2.Launch:
-    return common_pb2.Launch(epoch=launch.epoch, nonce=launch.nonce)
-
-
-def from_launch(message: common_pb2.Launch) -> Launch:
-    return Launch(_integer(message.epoch, "epoch"), message.nonce)
 
 
 @functools.lru_cache(maxsize=16)  # every message carries the same one
@@ -131,30 +121,6 @@ def _to_ancestor(one: Ancestor) -> common_pb2.Ancestor:
 
 def _from_ancestor(message: common_pb2.Ancestor) -> Ancestor:
     return Ancestor(needed(message, "launch", from_launch), message.step)
-
-
-def to_generation(generation: Generation) -> common_pb2.Generation:
-    return common_pb2.Generation(
-        epoch=generation.epoch, nonce=generation.nonce, step=generation.step, seq=generation.seq
-    )
-
-
-def from_generation(message: common_pb2.Generation) -> Generation:
-    return Generation(
-        _integer(message.epoch, "epoch"), message.nonce, _integer(message.step, "step"), _integer(message.seq, "seq")
-    )
-
-
-def to_shard(shard: ShardId) -> common_pb2.ShardId:
-    return common_pb2.ShardId(generation=to_generation(shard.generation), rank=shard.rank, world=shard.world)
-
-
-def from_shard(message: common_pb2.ShardId) -> ShardId:
-    generation = needed(message, "generation", from_generation)
-    world = _world(message.world)
-    if message.rank >= world:
-        raise _refused("rank", f"less than world {world}", message.rank)
-    return ShardId(generation, message.rank, world)
 
 
 def to_record(record: Record) -> common_pb2.Record:
@@ -225,94 +191,6 @@ def from_bundle(message: agent_pb2.Bundle) -> Bundle:
         if not 0 < size <= _MAX_PEM_BYTES:
             raise _refused(field, f"1 to {_MAX_PEM_BYTES} bytes", f"{size} bytes")
     return Bundle(message.certificate_pem, message.key_pem, message.ca_pem)
-
-
-def to_session(session: Session) -> agent_pb2.Session:
-    return agent_pb2.Session(
-        launch=to_launch(session.launch),
-        world=session.world,
-        members=[
-            agent_pb2.Member(node_id=m.node_id, address=m.address, domain=m.domain, ranks=m.ranks)
-            for m in session.members
-        ],
-        replicas=session.replicas,
-        strategy=session.strategy,
-        slots_per_rank=session.slots_per_rank,
-        persist=maybe(session.persist, to_persist),
-        keep_memory=session.keep_memory,
-    )
-
-
-def to_persist(settings: PersistSettings) -> agent_pb2.PersistSettings:
-    return agent_pb2.PersistSettings(**dataclasses.asdict(settings))
-
-
-def from_persist(message: agent_pb2.PersistSettings) -> PersistSettings:
-    def number(field: str) -> Any:
-        return getattr(message, field) if message.HasField(field) else None
-
-    max_mbps, interval_seconds = number("max_mbps"), number("interval_seconds")
-    for field, value in (("max_mbps", max_mbps), ("interval_seconds", interval_seconds), ("timeout", message.timeout)):
-        if value is not None and not 0 < value < math.inf:
-            raise _refused(field, "more than 0", value)
-    if not 0 <= message.drain_timeout < math.inf:
-        raise _refused("drain_timeout", "seconds from 0 on", message.drain_timeout)
-    if not 0 < message.concurrency <= _MAX_CONCURRENCY:
-        raise _refused("concurrency", f"1 to {_MAX_CONCURRENCY}", message.concurrency)
-    for field in ("interval", "keep_every"):
-        if number(field) is not None:
-            positive(number(field), field)
-    keep_steps = _bounded(message.keep_steps, "keep_steps", _MAX_KEEP_STEPS)
-    directory = _text(message.directory, "directory", _MAX_TEXT_BYTES)
-    if not directory or "\0" in directory:
-        raise _refused("directory", "a path or URL", directory)
-    return PersistSettings(
-        directory=directory,
-        interval=number("interval"),
-        interval_seconds=interval_seconds,
-        max_mbps=max_mbps,
-        concurrency=message.concurrency,
-        timeout=message.timeout,
-        keep_latest_k=message.keep_latest_k,
-        keep_every=number("keep_every"),
-        keep_steps=tuple(_integer(step, "keep_steps") for step in keep_steps),
-        on_exit=message.on_exit,
-        drain_timeout=message.drain_timeout,
-        overwrite=message.overwrite,
-    )
-
-
-def from_session(message: agent_pb2.Session) -> Session:
-    launch = needed(message, "launch", from_launch)
-    world = _world(message.world)
-    members = tuple(map(_from_member, _bounded(message.members, "members", _MAX_MEMBERS)))
-    names = [member.node_id for member in members]
-    if len(set(names)) != len(names) or not names:
-        raise _refused("members", "nodes with a name each", f"{len(names)} with {len(set(names))} names")
-    # IMPORTANT: who reports for which rank, and when all have, follows from this; no gap, no rank twice.
-    ranks = sorted(rank for member in members for rank in member.ranks)
-    if len(ranks) != world or ranks != list(range(world)):
-        raise _refused("ranks of the members", f"each of 0 to {world - 1} once", shorten(str(ranks), 100))
-    if [m.ranks[0] for m in members] != sorted(m.ranks[0] for m in members):
-        raise _refused("members", "the order of their lowest rank", [m.ranks[0] for m in members][:16])
-    strategy = name(message.strategy, "strategy")
-    persist = optional(message, "persist", from_persist)
-    keep_memory = positive(message.keep_memory, "keep_memory") if message.HasField("keep_memory") else 1
-    if keep_memory > MAX_KEEPS:
-        raise _refused("keep_memory", f"at most {MAX_KEEPS}", keep_memory)
-    return Session(launch, world, members, message.replicas, strategy, message.slots_per_rank, persist, keep_memory)
-
-
-def _from_member(message: agent_pb2.Member) -> Member:
-    ranks = tuple(message.ranks)
-    if not ranks or any(a >= b for a, b in itertools.pairwise(ranks)):
-        raise _refused("ranks of a member", "at least one, ascending", shorten(str(ranks), 100))
-    return Member(
-        name(message.node_id, "node_id"),
-        _text(message.address, "address", _MAX_NAME_BYTES),
-        _text(message.domain, "domain", _MAX_NAME_BYTES),
-        ranks,
-    )
 
 
 def to_lease(lease: Lease) -> agent_pb2.AgentHelloResponse:
@@ -456,7 +334,7 @@ def to_envelope(envelope: wire.Envelope, receiver: str) -> peer_pb2.TellRequest:
             request.lost.CopyFrom(peer_pb2.Lost(shard=to_shard(shard)))
         case wire.WantBack(shard, digest):
             request.want.CopyFrom(peer_pb2.Want(shard=to_shard(shard), digest=digest))
-        case wire.Persist(generation, reason, urgent):
+        case wire.WantPersisted(generation, reason, urgent):
             text = shorten(reason, _MAX_TEXT_BYTES)
             wanted = peer_pb2.Persist(generation=to_generation(generation), reason=text, urgent=urgent)
             request.persist.CopyFrom(wanted)
@@ -504,7 +382,7 @@ def _body(message: peer_pb2.TellRequest) -> wire.Body:
         case "persist":
             reason = _line(message.persist.reason, "reason")
             generation = needed(message.persist, "generation", from_generation)
-            return wire.Persist(generation, reason, message.persist.urgent)
+            return wire.WantPersisted(generation, reason, message.persist.urgent)
         case "flush_failed":
             return from_failure(message.flush_failed)
         case "holds":

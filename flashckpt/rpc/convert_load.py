@@ -11,7 +11,7 @@ from flashckpt.protocol import wire
 from flashckpt.protocol.node_inventory import Holding, NodeInventory
 from flashckpt.rpc import checks, convert
 from flashckpt.rpc.api import Retrieved, RetrieveFailed, RetrieveProgress, ShardProblem
-from flashckpt.rpc.errors import printable, shorten
+from flashckpt.rpc.checks import printable, shorten
 from flashckpt.store.names import parse_fetched_name
 from flashckpt.types import ChunkRange, Held, Level, Portion, Retrieval
 from flashckpt.v1 import agent_pb2, common_pb2, peer_pb2

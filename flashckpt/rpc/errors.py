@@ -10,6 +10,7 @@ from google.protobuf.message import DecodeError
 
 from flashckpt import errors
 from flashckpt.errors import DeniedError, FlashError, InternalError
+from flashckpt.rpc.checks import printable, shorten
 from flashckpt.v1 import common_pb2
 
 if TYPE_CHECKING:
@@ -137,18 +138,6 @@ def from_call(
 def _is_about_certificates(text: str) -> bool:
     lowered = text.lower()
     return "certificate" in lowered or "verification check" in lowered or "handshake failed" in lowered
-
-
-def shorten(text: str, limit_bytes: int) -> str:
-    data = text.encode(errors="replace")
-    if len(data) <= limit_bytes:
-        return data.decode()
-    return data[: limit_bytes - 3].decode(errors="ignore") + "…"
-
-
-def printable(text: str) -> str:
-    """Text of another process may end up on a terminal; it must not steer it."""
-    return "".join(c if c.isprintable() or c == "\n" else f"\\x{ord(c):02x}" for c in text)
 
 
 def _frozen(value: Any) -> Any:

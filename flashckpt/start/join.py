@@ -6,14 +6,17 @@ authority's key is gone when this returns.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flashckpt.agent.link import AgentLink
 from flashckpt.agent.process import SOCKET_NAME
 from flashckpt.agent.start import ensure_agent, options_of, stage_timeout
+from flashckpt.config import CheckpointConfig
+from flashckpt.config.table import GROUPS
 from flashckpt.errors import ConfigError, OtherRankError
 from flashckpt.load.fetch_by_agent import AgentMemory
 from flashckpt.load.holders import Holders
@@ -24,8 +27,9 @@ from flashckpt.types import Member, PersistSettings, Session
 
 if TYPE_CHECKING:
     import contextlib
+    from collections.abc import Mapping
 
-    from flashckpt.config import CheckpointConfig, Settings
+    from flashckpt.config import Settings
     from flashckpt.ranks.group import PrivateGroup
     from flashckpt.ranks.topology import Topology
     from flashckpt.rpc.credentials import Bundle
@@ -33,6 +37,8 @@ if TYPE_CHECKING:
     from flashckpt.types import Launch
 
 log = logging.getLogger(__name__)
+
+_FLAT = [field.name for field in dataclasses.fields(CheckpointConfig)]
 
 
 def join(
@@ -87,16 +93,9 @@ def _session(settings: Settings, topology: Topology, launch: Launch, addresses: 
     if placement.reason and topology.rank == 0:
         say = log.warning if placement.replicas < config.replicas else log.info
         say("replication: %s", placement.reason)
-    return Session(
-        launch,
-        topology.world,
-        members,
-        config.replicas,
-        config.placement,
-        config.slots,
-        _persist(config),
-        config.keep_memory,
-    )
+    renamed = {"strategy": config.placement, "slots_per_rank": config.slots, "persist": _persist(config)}
+    settings_of = _of_same_name(Session, {name: name for name in _FLAT}, config)
+    return Session(launch=launch, world=topology.world, members=members, **settings_of | renamed)
 
 
 def _persist(config: CheckpointConfig) -> PersistSettings | None:
@@ -105,18 +104,18 @@ def _persist(config: CheckpointConfig) -> PersistSettings | None:
     minutes = config.persist_interval_minutes
     return PersistSettings(
         directory=config.persist_dir,
-        interval=config.persist_interval,
         interval_seconds=None if minutes is None else minutes * 60,
-        max_mbps=config.persist_max_mbps,
-        concurrency=config.persist_concurrency,
-        timeout=config.persist_timeout,
-        keep_latest_k=config.keep_latest_k,
-        keep_every=config.keep_every,
-        keep_steps=tuple(config.keep_steps),
-        on_exit=config.persist_on_exit,
-        drain_timeout=config.persist_drain_timeout,
-        overwrite=config.persist_overwrite,
+        **_of_same_name(PersistSettings, GROUPS["persist"].names, config),
     )
+
+
+def _of_same_name(
+    cls: type[Session | PersistSettings], names: Mapping[str, str], config: CheckpointConfig
+) -> dict[str, Any]:
+    """Return the fields of `cls` that stand for a setting: `names` are name there → flat name."""
+    known = names.keys() & {field.name for field in dataclasses.fields(cls)}
+    values = {name: getattr(config, names[name]) for name in known}
+    return {name: tuple(value) if isinstance(value, (list, set)) else value for name, value in values.items()}
 
 
 def _meet(

@@ -6,7 +6,7 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from flashckpt.errors import CorruptShardError
-from flashckpt.protocol.session import decode_session
+from flashckpt.rpc.session import decode_session
 from flashckpt.start.launch import agree_launch
 
 if TYPE_CHECKING:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 import flashckpt
+from flashckpt.checkpointer import internals_of
 from flashckpt.errors import FlashError
 from flashckpt.testing.trainer import Journal
 from tests.campaign.oracle import ROOT_MARK, next_mark
@@ -76,7 +77,7 @@ def load(spec, journal, checkpointer, rank):
         told = {"type": type(error).__name__, "code": error.code, "message": str(error)[:2000]}
         journal.tell("refused", histories=histories, **told)
         return None
-    name = checkpointer.launch_name[0].rpartition("/")[2]
+    name = internals_of(checkpointer).launch_name[0].rpartition("/")[2]
     if result is None:
         journal.tell("loaded", mark=None, step=None, name=name)
         return 0, ROOT_MARK

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from flashckpt import CheckpointConfig, Checkpointer, UnusableError
+from flashckpt.checkpointer import internals_of
 from flashckpt.devices import Copier, add_registrar, as_bits, upload
 from flashckpt.load import read
 from flashckpt.ranks.topology import Node, Topology
@@ -52,7 +53,7 @@ def make():
 
     make.directory = Path(memory_dir, "job")
     yield make
-    assert all(one.store.check() == [] for one in opened[-1:])
+    assert all(internals_of(one).store.check() == [] for one in opened[-1:])
     for one in opened:
         one.close()
     shutil.rmtree(memory_dir, ignore_errors=True)

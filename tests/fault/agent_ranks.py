@@ -45,8 +45,8 @@ from flashckpt.format.shard import (  # noqa: E402
 )
 from flashckpt.load.fetch_by_agent import AgentMemory  # noqa: E402
 from flashckpt.protocol.line import begun, from_fence, name_of  # noqa: E402
-from flashckpt.protocol.session import decode_session  # noqa: E402
 from flashckpt.rpc.credentials import Bundle  # noqa: E402
+from flashckpt.rpc.session import decode_session  # noqa: E402
 from flashckpt.save.agent_slots import AgentSlots  # noqa: E402
 from flashckpt.save.handle import SaveHandle  # noqa: E402
 from flashckpt.store.slots import SlotStore  # noqa: E402
@@ -91,7 +91,7 @@ class LightRank:
         return self.link.call(lambda client, ticket, _: client.listen(ticket, credentials, host, 0), 10.0, "listening")
 
     def do_enter(self, session, bundle):
-        self.session = decode_session(session.encode())
+        self.session = decode_session(bytes.fromhex(session))
         self.slots = AgentSlots(self.store, self.link, self.session, bundle and _bundle(bundle), self.config)
 
     def do_begin(self):

@@ -32,8 +32,8 @@ from flashckpt.errors import FlashError, NotFoundError
 from flashckpt.format.shard import read_envelope
 from flashckpt.protocol.line import newer
 from flashckpt.protocol.placement import place
-from flashckpt.protocol.session import encode_session
 from flashckpt.rpc.credentials import Authority, make_request
+from flashckpt.rpc.session import encode_session
 from flashckpt.start.launch import next_launch
 from flashckpt.store.slots import SlotStore
 from flashckpt.testing import Cluster, processes
@@ -415,7 +415,7 @@ class World:
         launch.session = dataclasses.replace(session, launch=began, members=tuple(members))
         self._owners.setdefault(len(ranks), tuple(self.nodes[rank.node].name for rank in ranks))
         for rank in ranks:
-            text = encode_session(launch.session).decode()
+            text = encode_session(launch.session).hex()
             rank.ask("enter", session=text, bundle=bundles[rank.node] if rank.is_leader else None)
         if begin:
             launch.begin()

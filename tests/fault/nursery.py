@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import flashckpt
 import flashckpt.dcp
 import flashckpt.failpoints
+from flashckpt.checkpointer import internals_of
 from tests.fault import tasks
 
 LAST_WORDS_SECONDS = 5.0
@@ -94,7 +95,7 @@ def work(memory_dir, first, steps, scale=1, via_dcp=False, timeout=20, check=Tru
             state["plain"]["p0"].fill_(-1.0)
             dist.barrier()
         if check and dist.get_rank() == 0:
-            problems = checkpointer.store.check()
+            problems = internals_of(checkpointer).store.check()
             if problems:
                 raise SystemExit("; ".join(problems))
         dist.barrier()
@@ -126,7 +127,7 @@ def stages(memory_dir, own_keys=False, part_at=None):
                 value.zero_()
         result = checkpointer.load(live)
         print("loaded", result.step, equal(live, state(result.step)), flush=True)
-        sizes = sorted({sealed.size_bytes for sealed in checkpointer.store.scan()})
+        sizes = sorted({sealed.size_bytes for sealed in internals_of(checkpointer).store.scan()})
         if rank == 0:
             print("sizes", *sizes, flush=True)
 

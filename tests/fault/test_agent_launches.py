@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from flashckpt.protocol.session import encode_session
+from flashckpt.rpc.session import encode_session
 from flashckpt.store.slots import SlotStore
 from flashckpt.types import Launch, Member, Session
 from tests.fault.agents import JOB, Refused, World, wait_until

@@ -23,6 +23,7 @@ import torch
 import flashckpt
 from flashckpt import failpoints
 from flashckpt.agent.start import look, stop_agent
+from flashckpt.checkpointer import internals_of
 from tests.conftest import environment
 from tests.fault.interrupts import interrupted_at
 
@@ -111,8 +112,8 @@ class Job:
         assert time.monotonic() - began < PROMPT, f"{where}: a save and a load took {time.monotonic() - began:.1f} s"
         assert gc.isenabled(), where
         if self.agent == "off":
-            assert self.checkpointer.store.check() == [], where
-            assert os.listdir(os.path.join(self.checkpointer.store.path, "writing")) == [], where
+            assert internals_of(self.checkpointer).store.check() == [], where
+            assert os.listdir(os.path.join(internals_of(self.checkpointer).store.path, "writing")) == [], where
 
 
 @pytest.fixture(params=["off", "auto"])
@@ -316,7 +317,7 @@ def test_close_is_bounded_though_the_copy_hangs_and_the_agent_is_stopped(memory_
     try:
         handle = checkpointer.save(1, state(1), overlap=True)
         deadline = time.monotonic() + PROMPT
-        while not os.listdir(checkpointer.store.path / "writing"):
+        while not os.listdir(internals_of(checkpointer).store.path / "writing"):
             assert time.monotonic() < deadline, "the copy did not begin"
             time.sleep(0.005)
         os.kill(pid, signal.SIGSTOP)

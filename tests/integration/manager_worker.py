@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import flashckpt
+from flashckpt.checkpointer import internals_of
 
 WIDTH = 16
 
@@ -189,7 +190,7 @@ def main():
                 break
             if options.linger:
                 time.sleep(0.02)
-        problems = manager.checkpointer.store.check() if rank == 0 and not manager.is_pending else []
+        problems = internals_of(manager.checkpointer).store.check() if rank == 0 and not manager.is_pending else []
     dist.destroy_process_group()
     if problems:
         sys.exit("; ".join(problems))

@@ -17,6 +17,7 @@ from click.testing import CliRunner
 import flashckpt
 from flashckpt.agent.process import Options
 from flashckpt.agent.start import ensure_agent, look, stop_agent
+from flashckpt.checkpointer import internals_of
 from flashckpt.cli.entry import group
 from tests.conftest import count_objects
 
@@ -94,7 +95,7 @@ def test_a_load_takes_the_agent_over_before_it_looks(make):
     old, new = make(), make()
     old.save(1, state(1))
     taken_over = []
-    recover = new._slots.put_line
+    recover = internals_of(new).slots.put_line
 
     def late(line, base):
         # The load has read step 1 by now; a save of the older launch must change nothing any more.
@@ -102,7 +103,7 @@ def test_a_load_takes_the_agent_over_before_it_looks(make):
         taken_over.append((handle.outcome, handle.reason))
         return recover(line, base)
 
-    new._slots.put_line = late
+    internals_of(new).slots.put_line = late
     live = state(0)
     assert new.load(live).step == 1
     assert taken_over[0][0] == "failed"
@@ -137,19 +138,19 @@ def test_the_doctor_looks_at_a_running_node(make, memory_dir, tmp_path):
 def test_two_checkpointers_of_one_process_do_not_get_each_others_slots(make, memory_dir):
     one, other = make(slots_per_rank=3), make(slots_per_rank=3)
     one.save(1, state(1))
-    slot = one._slots.acquire(_shard(one, 2), 1 << 16)
+    slot = internals_of(one).slots.acquire(_shard(one, 2), 1 << 16)
     try:
-        other_slots = other._slots
-        other_slots.enter(one._slots.launch)
+        other_slots = internals_of(other).slots
+        other_slots.enter(internals_of(one).slots.launch)
         second = other_slots.acquire(_shard(one, 3), 1 << 16)
         assert second.slot_id != slot.slot_id
-        other.store.abandon(second)
+        internals_of(other).store.abandon(second)
     finally:
-        one.store.abandon(slot)
+        internals_of(one).store.abandon(slot)
 
 
 def _shard(checkpointer, step):
-    launch = checkpointer._slots.launch
+    launch = internals_of(checkpointer).slots.launch
     return flashckpt.types.ShardId(flashckpt.Generation(launch.epoch, launch.nonce, step, 1), 0, 1)
 
 

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 
 import flashckpt
+from flashckpt.checkpointer import internals_of
 
 memory_dir, steps, every = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 dist.init_process_group("gloo")
@@ -71,7 +72,7 @@ with flashckpt.Checkpointer(flashckpt.CheckpointConfig(job="train", memory_dir=m
             handle = checkpointer.save(step, capture())
             say(f"saved {rank} {step} {handle.outcome}")
     dist.barrier()
-    problems = checkpointer.store.check() if rank == 0 else []
+    problems = internals_of(checkpointer).store.check() if rank == 0 else []
     dist.barrier()
 dist.destroy_process_group()
 sys.exit("; ".join(problems) if problems else 0)

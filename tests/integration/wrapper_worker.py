@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import flashckpt
+from flashckpt.checkpointer import internals_of
 
 
 class Rows(torch.optim.Optimizer):
@@ -168,7 +169,7 @@ def resume(kind, memory_dir, out):
     if handle.wait("sealed", timeout=60) != "ok":
         sys.exit(f"{kind}: {handle.reason}")
     torch.save(named_moments(first.model, first.optimizer), out / f"{kind}.{dist.get_rank()}")
-    if not first.manager.checkpointer._preparer._planner.dedup:
+    if not internals_of(first.manager.checkpointer).saver.preparer._planner.dedup:
         sys.exit(f"{kind}: each rank stores the whole model, because their keys differ")
     for number in (3, 4):
         wanted[number] = first.step(number)

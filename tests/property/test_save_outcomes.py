@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 import flashckpt
 from flashckpt import CheckpointConfig, Checkpointer, failpoints
 from flashckpt.agent.start import look, stop_agent
+from flashckpt.checkpointer import internals_of
 
 STAGES = ["before_copy", "mid_copy", "after_copy", "before_header", "before_preamble", "before_seal", "after_seal"]
 STORE = ["before_rename_sealed", "after_rename_sealed", "before_abandon", "after_abandon", "after_claim", "after_map"]
@@ -60,7 +61,7 @@ def save_and_judge(checkpointer, step, overlap):
     try:
         handle = checkpointer.save(step, {"t": torch.full((50_000,), float(step)), "n": step}, overlap=overlap)
         outcome = handle.wait("sealed", timeout=30)
-        checkpointer.settle()
+        internals_of(checkpointer).settle()
     except allowed:
         return False
     assert outcome == "ok" or handle.reason
@@ -156,9 +157,9 @@ def test_a_shard_that_is_released_before_save_has_looked_at_it_again(memory_dir,
     with Checkpointer(CheckpointConfig(job="job", memory_dir=memory_dir)) as checkpointer:
 
         def release():
-            while not (found := checkpointer.store.scan()):
+            while not (found := internals_of(checkpointer).store.scan()):
                 time.sleep(0.01)
-            checkpointer.store.release(found[0], of_others=True)
+            internals_of(checkpointer).store.release(found[0], of_others=True)
 
         thread = threading.Thread(target=release)
         thread.start()
@@ -166,7 +167,7 @@ def test_a_shard_that_is_released_before_save_has_looked_at_it_again(memory_dir,
             handle = checkpointer.save(1, {"t": torch.ones(50_000)}, overlap=overlap)
             assert handle.wait("sealed", timeout=30) == "ok"
         thread.join()
-        assert not checkpointer.store.scan()
+        assert not internals_of(checkpointer).store.scan()
         assert handle.size_bytes > 200_000
 
 
@@ -192,8 +193,8 @@ def test_nor_does_anything_that_happens_to_the_agent(memory_dir, mode):
         return look(memory_dir, job).status["pid"]
 
     def drop():
-        for path in checkpointer.store.scan():
-            checkpointer.store.release(path)
+        for path in internals_of(checkpointer).store.scan():
+            internals_of(checkpointer).store.release(path)
 
     try:
         with Checkpointer(config) as checkpointer:

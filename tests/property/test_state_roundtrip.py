@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import flashckpt
 from flashckpt import CheckpointConfig, Checkpointer
+from flashckpt.checkpointer import internals_of
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int8, torch.uint8, torch.bool]
 DTYPES += [torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.int32]
@@ -117,4 +118,4 @@ def test_round_trip(checkpointer, state):
     assert result is not None
     assert result.step == 1
     assert to_bytes(state) == wanted
-    assert checkpointer.store.check() == []
+    assert internals_of(checkpointer).store.check() == []

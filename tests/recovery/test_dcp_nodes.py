@@ -31,6 +31,7 @@ def work(doing):
     import torch.distributed.checkpoint as dcp
 
     import flashckpt
+    from flashckpt.checkpointer import internals_of
 
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -39,7 +40,7 @@ def work(doing):
             state = state_of(rank, world, 1)
             dcp.save(state, checkpoint_id="step-3", storage_writer=flashckpt.dcp.FlashWriter(checkpointer))
             deadline = time.monotonic() + 60
-            while not checkpointer.store.read_records():
+            while not internals_of(checkpointer).store.read_records():
                 assert time.monotonic() < deadline, checkpointer.status()
                 time.sleep(0.02)
         else:

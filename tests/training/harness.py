@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from flashckpt import CheckpointConfig, Checkpointer, CheckpointManager, Level, NotFoundError, PerRank, failpoints
+from flashckpt.checkpointer import internals_of
 from flashckpt.state.flatten import OneValue
 
 # Between the return of `save()` and the first byte that is copied: time for a pattern to misbehave in.
@@ -276,7 +277,7 @@ def _named(reason: str, keys: Iterable[str]) -> set[str]:
 
 def _read_besides(run: Run, reader: Checkpointer) -> str:
     """What is torn among the pattern's own saves; one that was interrupted may be gone."""
-    run.manager.checkpointer.settle()
+    internals_of(run.manager.checkpointer).settle()
     torn = []
     for step, reference in run.besides.items():
         with contextlib.suppress(NotFoundError):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 
-from flashckpt.errors import CorruptShardError
-from flashckpt.protocol.session import decode_base, decode_session, encode_session
-from flashckpt.types import Generation, Launch, Member, Session
+from flashckpt.errors import CorruptShardError, IncompatibleError
+from flashckpt.rpc.session import decode_base, decode_session, encode_session, from_session, to_session
+from flashckpt.types import Generation, Launch, Member, PersistSettings, Session
 
 SESSION = Session(Launch(100, 7), 2, (Member("a", "10.0.0.1:1", "east", (0, 1)),), 1, "ring", 2)
 BASE = Generation(90, 6, 12, 1)
@@ -20,20 +21,88 @@ def test_a_session_comes_back_with_what_it_has_loaded(base):
     assert (decode_session(data), decode_base(data)) == (SESSION, base)
 
 
-def test_a_session_of_an_earlier_version_has_loaded_nothing_that_is_known():
-    found = json.loads(encode_session(SESSION))
-    del found["base"]
-    assert decode_base(json.dumps(found).encode()) is None
+def test_every_setting_comes_back():
+    """Each of them differs from its default, so that one that is left out is noticed."""
+    persist = PersistSettings(
+        "s3://bucket/run1",
+        interval=5,
+        interval_seconds=1.5,
+        max_mbps=2.5,
+        concurrency=3,
+        timeout=4.0,
+        keep_latest_k=7,
+        keep_every=9,
+        keep_steps=(11, 13),
+        on_exit=False,
+        drain_timeout=0.0,
+        overwrite=True,
+    )
+    session = dataclasses.replace(
+        SESSION, replicas=3, strategy="group", slots_per_rank=6, persist=persist, keep_memory=4
+    )
+    defaults = {field.name: field.default for field in dataclasses.fields(PersistSettings)}
+    assert all(getattr(persist, name) != default for name, default in defaults.items())
+    assert decode_session(encode_session(session)) == session
 
 
-@pytest.mark.parametrize("base", [[1, 2, 3], [1, 2, 3, -4], "1234", 7, [1, 2, 3, True]])
-def test_what_is_no_generation_is_refused(base):
-    found = {**json.loads(encode_session(SESSION)), "base": base}
-    with pytest.raises(CorruptShardError, match="expected a generation as base"):
-        decode_base(json.dumps(found).encode())
+def test_what_an_earlier_version_kept_is_refused():
+    with pytest.raises(CorruptShardError, match="session"):
+        decode_session(json.dumps({"version": 1, "epoch": 100, "nonce": 7, "world": 1}).encode())
 
 
-@pytest.mark.parametrize("data", [b"", b"{}", b"[]", b'{"version": 2}', b"\xff"])
+def test_what_is_no_generation_is_refused():
+    with pytest.raises(CorruptShardError, match="session"):
+        decode_base(encode_session(SESSION) + b"\xff")
+    assert decode_session(encode_session(SESSION) + b"\xff") == SESSION  # the session itself is good
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", b"[]", b'{"version": 2}', b"\xff", b"\0\0\0\0"])
 def test_what_is_no_session_is_refused(data):
     with pytest.raises(CorruptShardError, match="session"):
         decode_session(data)
+
+
+def test_a_session_that_is_cut_short_is_refused():
+    data = encode_session(SESSION)
+    for size in range(len(data)):
+        with pytest.raises(CorruptShardError, match="session"):
+            decode_session(data[:size])
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("interval", 0),
+        ("interval_seconds", 0.0),
+        ("interval_seconds", float("inf")),
+        ("max_mbps", -1.0),
+        ("concurrency", 0),
+        ("concurrency", 1025),
+        ("timeout", 0.0),
+        ("timeout", float("nan")),
+        ("keep_every", 0),
+        ("keep_steps", (1 << 63,)),
+        ("drain_timeout", -1.0),
+        ("drain_timeout", float("inf")),
+        ("directory", ""),
+        ("directory", "a\0b"),
+        ("directory", "x" * 4097),
+    ],
+)
+def test_a_setting_beyond_its_limits_is_refused_by_name(field, value):
+    """Peers and files are anybody's."""
+    message = to_session(dataclasses.replace(SESSION, persist=PersistSettings("/data")))
+    if field == "keep_steps":
+        message.persist.keep_steps.extend(value)
+    else:
+        setattr(message.persist, field, value)
+    with pytest.raises(IncompatibleError, match=field):
+        from_session(message)
+
+
+@pytest.mark.parametrize(("field", "value"), [("keep_memory", 0), ("keep_memory", 65), ("strategy", ""), ("world", 0)])
+def test_a_bad_session_is_refused_by_name(field, value):
+    message = to_session(SESSION)
+    setattr(message, field, value)
+    with pytest.raises(IncompatibleError, match=field):
+        from_session(message)

@@ -13,6 +13,7 @@ import torch
 
 import flashckpt
 from flashckpt import CheckpointConfig, Checkpointer, PerRank, native
+from flashckpt.checkpointer import internals_of
 from flashckpt.format.dtypes import ITEMSIZE
 
 
@@ -27,8 +28,8 @@ def make(memory_dir):
         return checkpointer
 
     yield make
-    if opened and not opened[-1]._closed and not opened[-1]._settings.disabled:
-        assert opened[-1].store.check() == []
+    if opened and not internals_of(opened[-1]).closed and not internals_of(opened[-1]).disabled:
+        assert internals_of(opened[-1]).store.check() == []
     for checkpointer in opened:
         checkpointer.close()
 
@@ -173,7 +174,7 @@ def test_state_that_grows_and_shrinks_gets_slots_of_its_size(make, memory_dir):
     checkpointer = make()
     for step, size in enumerate([1000, 2_000_000, 10, 3_000_000, 5], start=1):
         assert checkpointer.save(step, {"t": torch.full((size,), float(step))}).outcome == "ok"
-        assert checkpointer.store.check() == []
+        assert internals_of(checkpointer).store.check() == []
         total = sum(path.stat().st_size for path in sealed_files(memory_dir))
         assert total < 2 * 4 * 3_000_000 + (1 << 20)
     live = {"t": torch.zeros(5)}
@@ -739,7 +740,7 @@ def test_a_prewarm_that_fails_in_the_background_is_logged_and_saves_go_on(make, 
     def refuse(*_: object) -> None:
         raise OSError("no memory today")
 
-    monkeypatch.setattr(checkpointer._slots, "prepare", refuse)
+    monkeypatch.setattr(internals_of(checkpointer).slots, "prepare", refuse)
     checkpointer.prewarm({"t": torch.ones(9)}, background=True)
     assert checkpointer.save(1, {"t": torch.ones(9)}).outcome == "ok"
     assert "no memory today" in caplog.text
@@ -836,3 +837,15 @@ def test_arguments_that_are_easily_mistaken_are_named(make):
     assert "path='/data/run1'" in caught.value.hint
     with pytest.raises(flashckpt.ConfigError, match="level: expected"):
         checkpointer.save(1, {"n": 1}).wait(30)
+
+
+def test_public_names(make):
+    """What a Checkpointer shows. Everything else goes through `internals_of`, which promises nothing."""
+    names = {name for name in dir(make()) if not name.startswith("_")}
+    assert names == {
+        *("save", "prewarm", "load", "load_path", "start_fresh", "flush", "status", "close"),
+        *("config", "job", "overtaken"),
+    }
+    assert {name for name in vars(Checkpointer) if name.startswith("_") and not name.startswith("__")} == {
+        "_meet_before_save"
+    }

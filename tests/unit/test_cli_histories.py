@@ -19,7 +19,7 @@ from flashckpt.persist.flush import flush
 from flashckpt.persist.storage import open_storage
 from flashckpt.protocol.flush_spec import FlushSpec
 from flashckpt.protocol.line import Ancestor, Line, begun, from_fence, name_of
-from flashckpt.protocol.session import encode_session
+from flashckpt.rpc.session import encode_session
 from flashckpt.store.slots import SlotStore
 from flashckpt.types import Generation, Launch, Member, PersistSettings, Record, Session, ShardId
 

@@ -18,8 +18,8 @@ from flashckpt.cli.memory import view
 from flashckpt.protocol.core import AgentCore
 from flashckpt.protocol.events import Pushed, PushEnd, Started, Tick, Told
 from flashckpt.protocol.line import from_fence
-from flashckpt.protocol.session import encode_session
 from flashckpt.protocol.wire import Envelope, Holds
+from flashckpt.rpc.session import encode_session
 from flashckpt.store.directory import open_directory
 from flashckpt.store.owner import Owner
 from flashckpt.store.slots import SlotStore

@@ -1,11 +1,26 @@
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import os
+import pickle
 
 import pytest
 
-from flashckpt.config import CheckpointConfig, resolve
+from flashckpt.config import (
+    CheckpointConfig,
+    InitialLoad,
+    Memory,
+    Network,
+    Persist,
+    Replication,
+    Saving,
+    groups,
+    resolve,
+)
+from flashckpt.config.table import GROUPS
 from flashckpt.errors import ConfigError
+from tests import config_groups
 
 
 def test_the_contract_example_is_accepted():
@@ -132,3 +147,93 @@ def test_persist_dir_names_the_job_at_last():
 def test_disable_wins_over_everything():
     assert resolve(CheckpointConfig(job="x"), {"FLASHCKPT_DISABLE": "1"}).disabled
     assert not resolve(CheckpointConfig(job="x"), {"FLASHCKPT_DISABLE": "0"}).disabled
+
+
+FLAT = {field.name: field for field in dataclasses.fields(CheckpointConfig)}
+
+
+def test_groups_are_what_the_table_and_the_flat_settings_make():
+    """After a change of one of them, `python -m tests.config_groups` writes groups.py anew."""
+    assert config_groups.groups() == (config_groups.PLACE / "groups.py").read_text()
+
+
+@pytest.mark.parametrize("argument", GROUPS)
+def test_a_group_has_the_types_and_defaults_of_the_flat_settings(argument):
+    row = GROUPS[argument]
+    fields = {field.name: field for field in dataclasses.fields(getattr(groups, row.cls))}
+    assert fields.keys() == row.names.keys()
+    for name, flat in row.names.items():
+        assert (fields[name].type, fields[name].default) == (FLAT[flat].type, FLAT[flat].default)
+
+
+def test_no_setting_is_in_two_groups():
+    flat = [name for row in GROUPS.values() for name in row.names.values()]
+    assert len(set(flat)) == len(flat)
+    assert set(flat) < FLAT.keys()
+
+
+def test_groups_are_the_flat_settings():
+    grouped = CheckpointConfig(
+        job="run1",
+        memory=Memory(dir="/m", keep=2),
+        replication=Replication(replicas=2, placement="group", max_mbps=100),
+        network=Network(transport="grpc", port=7000),
+        persist=Persist(dir="/data/run1", interval=500, keep_latest_k=3),
+        saving=Saving(on_error="raise", timeout=5.0),
+        initial_load=InitialLoad(path="/start"),
+    )
+    flat = CheckpointConfig(
+        job="run1",
+        memory_dir="/m",
+        keep_memory=2,
+        replicas=2,
+        placement="group",
+        replicate_max_mbps=100,
+        transport="grpc",
+        port=7000,
+        persist_dir="/data/run1",
+        persist_interval=500,
+        keep_latest_k=3,
+        on_save_error="raise",
+        save_timeout=5.0,
+        initial_load_path="/start",
+    )
+    assert grouped == flat
+    assert repr(grouped) == repr(flat)
+    assert pickle.loads(pickle.dumps(grouped)) == flat
+    assert dataclasses.replace(grouped, job="run2") == dataclasses.replace(flat, job="run2")
+
+
+@pytest.mark.parametrize("value", [5, None])
+def test_a_setting_in_both_ways_is_refused(value):
+    """Also with the default, in either way: one of the two would not be what the caller wrote."""
+    with pytest.raises(ConfigError, match=r"persist_interval and persist=Persist\(interval=…\): expected one of them"):
+        CheckpointConfig(persist_dir="/data", persist_interval=value, persist=Persist(interval=7))
+    with pytest.raises(ConfigError, match=r"persist_interval and persist=Persist\(interval=…\): expected one of them"):
+        CheckpointConfig(persist_dir="/data", persist_interval=7, persist=Persist(interval=value))
+    assert CheckpointConfig(persist_dir="/data", persist=Persist(interval=7)).persist_interval == 7
+
+
+def test_a_group_in_the_wrong_place_is_refused():
+    with pytest.raises(ConfigError, match=r"persist: expected Persist\(…\) or None, found Network"):
+        CheckpointConfig(persist=Network())
+    with pytest.raises(TypeError, match="intervall"):
+        Persist(intervall=5)
+
+
+def test_bad_values_in_a_group_are_refused_by_their_flat_name():
+    with pytest.raises(ConfigError, match="persist_concurrency: expected 1 to 256, found 0"):
+        CheckpointConfig(persist=Persist(dir="/data", concurrency=0))
+
+
+def test_groups_in_a_dict():
+    found = CheckpointConfig.from_dict({"job": "run1", "persist": {"dir": "/data", "interval": 5}})
+    assert found == CheckpointConfig(job="run1", persist_dir="/data", persist_interval=5)
+    with pytest.raises(ConfigError, match=r"'persist\.intervall'"):
+        CheckpointConfig.from_dict({"persist": {"intervall": 5}})
+
+
+def test_signatures_name_every_setting():
+    """For help() and editors."""
+    assert set(inspect.signature(CheckpointConfig).parameters) == FLAT.keys() | GROUPS.keys()
+    assert list(inspect.signature(Persist).parameters) == list(GROUPS["persist"].names)

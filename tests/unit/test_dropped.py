@@ -14,6 +14,7 @@ import torch
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import flashckpt
+from flashckpt.checkpointer import internals_of
 
 
 @pytest.fixture
@@ -137,13 +138,13 @@ def test_what_close_raises_does_not_mask_the_exception_of_the_block(config, trai
     model, optimizer = training
     checkpointer = flashckpt.Checkpointer(config)
     with pytest.raises(Left):
-        leave_broken(checkpointer, checkpointer.store, Left())
+        leave_broken(checkpointer, internals_of(checkpointer).store, Left())
     manager = flashckpt.CheckpointManager(config, model=model, optimizer=optimizer)
     with pytest.raises(Left):
-        leave_broken(manager, manager.checkpointer.store, Left())
+        leave_broken(manager, internals_of(manager.checkpointer).store, Left())
     checkpointer = flashckpt.Checkpointer(config)
     with pytest.raises(OSError, match="Bad file descriptor"):
-        leave_broken(checkpointer, checkpointer.store, None)
+        leave_broken(checkpointer, internals_of(checkpointer).store, None)
 
 
 def in_child(leave):
@@ -208,4 +209,4 @@ def test_a_forked_child_that_leaves_the_block_touches_nothing(config, training):
         assert manager.all_steps() == (1,)
         optimizer.step()
         assert manager.save(2, force=True).wait("sealed", 20) == "ok"
-        assert manager.checkpointer.store.check() == []
+        assert internals_of(manager.checkpointer).store.check() == []

@@ -29,8 +29,8 @@ from flashckpt.protocol.flush import choose, retry_delay, writers
 from flashckpt.protocol.members import who_orders
 from flashckpt.protocol.placement import place
 from flashckpt.protocol.replicate import Limits
-from flashckpt.protocol.session import decode_session, encode_session
-from flashckpt.protocol.wire import Announce, Answer, Beat, Envelope, FlushFailure, FlushOrder, Persist
+from flashckpt.protocol.wire import Announce, Answer, Beat, Envelope, FlushFailure, FlushOrder, WantPersisted
+from flashckpt.rpc.session import decode_session, encode_session
 from flashckpt.types import Generation, Held, Launch, Level, Member, PersistSettings, Record, Session, ShardId
 
 LAUNCH = Launch(5, 77)
@@ -222,12 +222,12 @@ def test_other_nodes_do_their_part_while_the_order_stands():
 def test_a_wish_of_another_node_is_repeated_until_it_is_heard():
     node = Node(session_of(2, 1, 1), "n1")
     node.feed(FlushWanted(gen(3), "asked"))
-    assert Send("n0", Persist(gen(3), "asked")) in node.out
+    assert Send("n0", WantPersisted(gen(3), "asked")) in node.out
     node.feed(Tick(), 2.0)
-    assert Send("n0", Persist(gen(3), "asked")) in node.out
+    assert Send("n0", WantPersisted(gen(3), "asked")) in node.out
     told(node, Announce(None, (), FlushOrder(gen(3), 9, "asked", ())))
     node.feed(Tick(), 2.0)
-    assert Send("n0", Persist(gen(3), "asked")) not in node.out
+    assert Send("n0", WantPersisted(gen(3), "asked")) not in node.out
 
 
 def test_a_node_that_goes_down_is_left_out_of_the_next_order():
@@ -361,7 +361,7 @@ def lose(node, gone, alive, seconds=15):
 def test_the_next_member_orders_when_the_coordinator_is_lost():
     node = committed_on("n1")
     node.feed(FlushWanted(None, "the trainers ended"))
-    assert Send("n0", Persist(gen(4), "the trainers ended")) in node.out
+    assert Send("n0", WantPersisted(gen(4), "the trainers ended")) in node.out
     assert not node.of(StartFlush)
     seen = lose(node, ["n0"], ["n2"])
     (started,) = [effect for effect in seen if isinstance(effect, StartFlush)]
@@ -395,9 +395,9 @@ def test_an_order_of_another_member_counts_only_while_those_before_it_are_silent
 def test_the_wishes_of_others_go_to_whoever_orders():
     node = committed_on("n2")
     node.feed(FlushWanted(gen(4), "asked"))
-    assert Send("n0", Persist(gen(4), "asked")) in node.out
+    assert Send("n0", WantPersisted(gen(4), "asked")) in node.out
     seen = lose(node, ["n0"], ["n1"])
-    assert Send("n1", Persist(gen(4), "asked")) in seen
+    assert Send("n1", WantPersisted(gen(4), "asked")) in seen
     assert not [effect for effect in seen if isinstance(effect, StartFlush)]
 
 

@@ -15,7 +15,9 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import flashckpt
-from flashckpt import CheckpointConfig, Checkpointer, CheckpointManager, Level, PerRank, failpoints
+from flashckpt import CheckpointConfig, CheckpointManager, Level, PerRank, failpoints
+from flashckpt.checkpointer import internals_of
+from flashckpt.start.internals import Internals
 
 
 class Loader:
@@ -466,18 +468,18 @@ def test_the_first_step_is_saved_and_read_back(job, monkeypatch, caplog):
 
 
 def test_a_first_step_that_reads_back_wrong_is_an_error_in_the_log(job, memory_dir, monkeypatch, caplog):
-    read_back = Checkpointer.read_back
+    read_back = Internals.read_back
 
-    def rotten(checkpointer, handle):
+    def rotten(internals, handle):
         (path,) = Path(memory_dir).glob("*/sealed/*")
         with open(path, "r+b") as file:
             file.seek(8192)
             byte = file.read(1)
             file.seek(8192)
             file.write(bytes([byte[0] ^ 1]))
-        return read_back(checkpointer, handle)
+        return read_back(internals, handle)
 
-    monkeypatch.setattr(Checkpointer, "read_back", rotten)
+    monkeypatch.setattr(Internals, "read_back", rotten)
     one = job()
     with one.manager() as manager:
         one.step()
@@ -502,7 +504,7 @@ def test_prewarm_makes_the_slots_ahead(job):
     with one.manager() as manager:
         one.step()
         manager.prewarm()
-        assert manager.checkpointer.store.status().pool.files == 2
+        assert internals_of(manager.checkpointer).store.status().pool.files == 2
         assert manager.save(3).wait("sealed", timeout=60) == "ok"
 
 
@@ -511,11 +513,11 @@ def test_the_first_step_that_is_not_saved_makes_the_slots_ahead(job):
     with one.manager() as manager:
         one.step()
         assert manager.save(1).wait("sealed", timeout=60) == "ok"  # the first step is always saved
-        assert manager.checkpointer.store.status().pool.files == 0
+        assert internals_of(manager.checkpointer).store.status().pool.files == 0
         one.step()
         assert manager.save(2) is None
-        assert manager.checkpointer._prewarm.wait(60)
-        assert manager.checkpointer.store.status().pool.files == 1
+        assert internals_of(manager.checkpointer).saver.prewarming.wait(60)
+        assert internals_of(manager.checkpointer).store.status().pool.files == 1
 
 
 def test_nothing_is_made_ahead_where_the_config_says_so(job):
@@ -523,7 +525,7 @@ def test_nothing_is_made_ahead_where_the_config_says_so(job):
     with one.manager() as manager:
         one.step()
         assert manager.save(1) is None
-        assert manager.checkpointer.store.status().pool.files == 0
+        assert internals_of(manager.checkpointer).store.status().pool.files == 0
 
 
 def test_keep_memory_keeps_the_newest_steps_whole(job):
@@ -533,7 +535,9 @@ def test_keep_memory_keeps_the_newest_steps_whole(job):
             one.step()
             manager.save(step).wait("sealed", timeout=60)
             assert set(manager.all_steps()) >= {step, max(1, step - 1)}
-        assert manager.checkpointer.store.status().pool.files <= 1  # as many slots as it may have, and no more
+        assert (
+            internals_of(manager.checkpointer).store.status().pool.files <= 1
+        )  # as many slots as it may have, and no more
     with job(keep_memory=2).manager() as manager:
         assert manager.load(4).step == 4
 
@@ -556,7 +560,7 @@ def test_an_evaluation_beside_the_training_changes_nothing(job, tmp_path, by):
         manager.load()
         training.step()
         assert manager.save(1, force=True).wait() == "ok"
-        store = manager.checkpointer.store
+        store = internals_of(manager.checkpointer).store
         before = (store.read_line(), sorted(one.name for one in store.scan()), snapshot(tmp_path))
         evaluation = job(persist_dir=str(tmp_path), persist_on_exit=False, load_only=by == "config")
         with evaluation.manager() as reader:

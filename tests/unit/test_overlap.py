@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from flashckpt import CheckpointConfig, Checkpointer, Level, failpoints
+from flashckpt.checkpointer import internals_of
 from flashckpt.devices import Copier
 from flashckpt.errors import ConflictError, DeadlineError, UnsupportedValueError
 from flashckpt.save import deferred as deferred_module
@@ -32,9 +33,9 @@ def make(memory_dir):
 
     yield make
     for checkpointer in opened:
-        if not checkpointer._closed:
-            checkpointer.settle()
-            assert checkpointer.store.check() == []
+        if not internals_of(checkpointer).closed:
+            internals_of(checkpointer).settle()
+            assert internals_of(checkpointer).store.check() == []
         checkpointer.close()
 
 
@@ -104,7 +105,7 @@ def test_a_copy_that_lags_is_thrown_away_and_the_one_before_stays(make, monkeypa
     handle = checkpointer.save(2, {"w": weight}, overlap=True)
     assert wait_until_staged(handle, 0.05) > 0
     weight.mul_(5)  # training goes on
-    checkpointer.settle()
+    internals_of(checkpointer).settle()
     assert handle.outcome == "skipped"
     assert "training went on" in handle.reason
     state = {"w": torch.zeros(1000)}
@@ -296,7 +297,7 @@ def test_two_threads_still_must_not_call_at_once(make, monkeypatch):
     thread.start()
     try:
         deadline = time.monotonic() + 60
-        while checkpointer._turns._current is None and time.monotonic() < deadline:
+        while internals_of(checkpointer).turns._current is None and time.monotonic() < deadline:
             time.sleep(0.001)
         with pytest.raises(ConflictError):
             checkpointer.save(2, {"w": torch.ones(10)}, overlap=True)

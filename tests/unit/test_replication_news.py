@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 
 from flashckpt.agent.watch import Watch
-from flashckpt.checkpointer import Checkpointer
 from flashckpt.config import CheckpointConfig
 from flashckpt.errors import DeadlineError, IncompatibleError, OtherRankError
 from flashckpt.protocol.events import GaveUp, Gone, Pushed, PushEnd, Received, ShardSealed, Tick, Unreachable
@@ -21,6 +20,7 @@ from flashckpt.save.agent_slots import AgentSlots
 from flashckpt.save.flush_news import FlushNews
 from flashckpt.save.handle import SaveHandle
 from flashckpt.save.replication_news import ReplicationNews
+from flashckpt.save.saver import Saver
 from flashckpt.training.metrics import Recorder
 from flashckpt.types import Generation, Launch, Level, Outcome, Session
 from flashckpt.v1 import agent_pb2
@@ -287,12 +287,11 @@ def test_a_wait_for_the_disk_says_why_memory_is_not_reached():
 def test_it_is_raised_where_that_is_asked_for(on_save_error):
     news = ReplicationNews()
     news.given_up(3, "rank 1 gave it up")
-    checkpointer = SimpleNamespace(
-        config=CheckpointConfig(on_save_error=on_save_error),
-        _settings=SimpleNamespace(disabled=False),
+    saver = SimpleNamespace(
+        _config=CheckpointConfig(on_save_error=on_save_error),
         _slots=SimpleNamespace(replication=news, flushes=FlushNews()),
     )
     if on_save_error == "raise":
         with pytest.raises(OtherRankError, match=r"step 3 .* never be replicated: rank 1 gave it up"):
-            Checkpointer.raise_late_failure(checkpointer, None)
-    Checkpointer.raise_late_failure(checkpointer, None)
+            Saver.raise_late_failure(saver, None)
+    Saver.raise_late_failure(saver, None)

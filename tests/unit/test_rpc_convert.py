@@ -93,7 +93,7 @@ bodies = st.one_of(
     st.builds(wire.Report, shards, digests, st.lists(names, max_size=4).map(tuple)),
     st.builds(wire.GiveUp, generations),
     st.builds(wire.Announce, st.none() | records, voids, st.none(), st.none(), st.none() | failures),
-    st.builds(wire.Persist, generations, plain, st.booleans()),
+    st.builds(wire.WantPersisted, generations, plain, st.booleans()),
     failures,
     st.builds(wire.Lost, shards),
     st.builds(wire.WantBack, shards, digests),

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from flashckpt.move.transports.tcp.layout import TICKET_BYTES
-from flashckpt.move.transports.tcp.policy import MAX_LANES, Offer
+from flashckpt.move.transports.tcp.policy import Offer
 from flashckpt.rpc.checks import bounded, refused
+from flashckpt.types import MAX_LANES
 from flashckpt.v1 import peer_pb2
 
 if TYPE_CHECKING:

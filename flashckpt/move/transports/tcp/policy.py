@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashckpt.errors import ConfigError
+from flashckpt.types import MAX_LANES, TRANSPORTS
 
-TRANSPORTS = ("auto", "tcp", "grpc")
-MAX_LANES = 8
 # Opening lanes costs two round trips; so few bytes are there as soon by the call itself.
 SMALLEST_BYTES = 1 << 20
 

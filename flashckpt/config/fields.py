@@ -1,49 +1,34 @@
-"""The one configuration object. Argument beats environment beats default, except FLASHCKPT_DISABLE."""
+"""The one configuration object. Every setting has a flat name, and most can be given in a group too (groups.py)."""
 
 from __future__ import annotations
 
-import hashlib
+import functools
 import os
-import re
-import socket
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Collection, Mapping
+from dataclasses import InitVar, dataclass, fields
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from flashckpt.config import groups
+from flashckpt.config.grouping import Given, flat_values, records_given
+
+# Here and not for type checkers alone: get_type_hints() looks the names up.
+from flashckpt.config.groups import InitialLoad, Memory, Network, Persist, Replication, Saving  # noqa: TC001
+from flashckpt.config.table import GROUPS
 from flashckpt.errors import ConfigError
-from flashckpt.store.default_place import default_memory_dir
-from flashckpt.types import MAX_KEEPS
+from flashckpt.protocol.placement import STRATEGIES
+from flashckpt.types import MAX_KEEPS, MAX_LANES, TRANSPORTS
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-DEFAULT_MEMORY_DIR = "/dev/shm/flashckpt-<uid>"  # for people; see default_memory_dir()
-
-# field -> environment variable; every field not listed here has no variable.
-ENVIRONMENT = {
-    "job": "FLASHCKPT_JOB",
-    "memory_dir": "FLASHCKPT_MEMORY_DIR",
-    "node_id": "FLASHCKPT_NODE_ID",
-    "domain": "FLASHCKPT_DOMAIN",
-    "advertise": "FLASHCKPT_ADVERTISE",
-    "port": "FLASHCKPT_PORT",
-    "agent": "FLASHCKPT_AGENT",
-    "verify": "FLASHCKPT_VERIFY",
-    "single_process": "FLASHCKPT_SINGLE_PROCESS",
-    "tls_cert": "FLASHCKPT_TLS_CERT",
-    "tls_key": "FLASHCKPT_TLS_KEY",
-    "tls_ca": "FLASHCKPT_TLS_CA",
-}
-
-# Ids that stay the same when the launcher restarts the job, best first.
-# Slurm gives each task of an array a job id of its own, and keeps it over a requeue.
-_STICKY_LAUNCHER_IDS = ("SLURM_JOB_ID", "LSB_JOBID", "PBS_JOBID", "TORCHELASTIC_RUN_ID")
 _ASYNC_MODES = ("disabled", "async", "async_with_pinned_mem")
-_UUID = re.compile(r"[0-9a-f]{8}-?([0-9a-f]{4}-?){3}[0-9a-f]{12}")
 
 
+@records_given
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointConfig:
-    """What to keep, where, and how often."""
+class CheckpointConfig(Given):
+    """What to keep, where, and how often.
+
+    A setting may be given by its flat name or in a group: `persist_interval=500` is `persist=Persist(interval=500)`.
+    To give it in both ways is an error. Settings are read by their flat names alone.
+    """
 
     job: str | None = None
     """Sticky name of the run. Default: FLASHCKPT_JOB, a sticky launcher id, or a hash of persist_dir."""
@@ -255,7 +240,43 @@ class CheckpointConfig:
     """Least seconds between saves that are due by an interval or a save_policy; rank 0's clock decides for all. What
     is forced, fixed, the first, the last or asked to be persisted is saved all the same."""
 
-    def __post_init__(self) -> None:
+    memory: InitVar[Memory | None] = None
+    """memory_dir and other settings of this node's memory, as a group."""
+
+    replication: InitVar[Replication | None] = None
+    """replicas, placement and other settings of copies on other nodes, as a group."""
+
+    network: InitVar[Network | None] = None
+    """transport, port and other settings of the network, as a group."""
+
+    persist: InitVar[Persist | None] = None
+    """persist_dir, persist_interval and other settings of what goes there, as a group."""
+
+    saving: InitVar[Saving | None] = None
+    """overlap, on_save_error and other settings of a save, as a group."""
+
+    initial_load: InitVar[InitialLoad | None] = None
+    """initial_load_path and its settings, as a group."""
+
+    def __post_init__(
+        self,
+        memory: Memory | None,
+        replication: Replication | None,
+        network: Network | None,
+        persist: Persist | None,
+        saving: Saving | None,
+        initial_load: InitialLoad | None,
+    ) -> None:
+        given = {
+            "memory": memory,
+            "replication": replication,
+            "network": network,
+            "persist": persist,
+            "saving": saving,
+            "initial_load": initial_load,
+        }
+        for name, value in flat_values(given, self):
+            object.__setattr__(self, name, value)
         self._check_manager()
         for name, minimum in (("interval", 1), ("replicas", 0), ("keep_memory", 1)):
             value = getattr(self, name)
@@ -287,21 +308,11 @@ class CheckpointConfig:
             raise ConfigError(f"agent_linger: expected seconds of at least 0, found {self.agent_linger!r}")
         if self.replicate_max_mbps is not None and not self.replicate_max_mbps > 0:
             raise ConfigError(f"replicate_max_mbps: expected more than 0 or None, found {self.replicate_max_mbps!r}")
-        if self.lanes is not None and (not isinstance(self.lanes, int) or not 1 <= self.lanes <= 8):
-            raise ConfigError(f"lanes: expected 1 to 8 or None, found {self.lanes!r}")
+        if self.lanes is not None and (not isinstance(self.lanes, int) or not 1 <= self.lanes <= MAX_LANES):
+            raise ConfigError(f"lanes: expected 1 to {MAX_LANES} or None, found {self.lanes!r}")
         if self.port is not None and not 0 <= self.port < 1 << 16:
             raise ConfigError(f"port: expected 0 to 65535, found {self.port!r}")
-        for name, allowed in (
-            ("on_busy", ("wait", "skip")),
-            ("on_save_error", ("log", "raise")),
-            ("same_on_ranks", ("check", "ignore")),
-            ("agent", (None, "auto", "off")),
-            ("verify", (None, True, False, "recheck")),
-            ("transport", ("auto", "tcp", "grpc")),
-            ("fetch", ("tensors", "memory")),
-            ("encrypt_data", (None, True, False)),
-            ("placement", ("ring", "group")),
-        ):
+        for name, allowed in _allowed().items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name}: expected one of {allowed}, found {getattr(self, name)!r}")
         if self.persist_interval is not None and self.persist_interval_minutes is not None:
@@ -400,11 +411,41 @@ class CheckpointConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> CheckpointConfig:
-        known = {field.name for field in fields(cls)}
-        unknown = sorted(set(values) - known)
-        if unknown:
-            raise ConfigError(f"unknown setting {unknown[0]!r}", hint=f"known settings: {', '.join(sorted(known))}")
-        return cls(**values)
+        """As the constructor, from a parsed file, say. A group is a dict, too."""
+        _refuse_unknown("", values, {field.name for field in fields(cls)} | GROUPS.keys())
+        made = dict(values)
+        for argument, row in GROUPS.items():
+            group = made.get(argument)
+            if isinstance(group, Mapping):
+                _refuse_unknown(f"{argument}.", group, row.names.keys())
+                made[argument] = getattr(groups, row.cls)(**group)
+        return cls(**made)
+
+
+def _refuse_unknown(within: str, values: Mapping[str, Any], known: Collection[str]) -> None:
+    unknown = sorted(set(values) - set(known))
+    if unknown:
+        raise ConfigError(
+            f"unknown setting {within + unknown[0]!r}", hint=f"known settings: {', '.join(sorted(known))}"
+        )
+
+
+@functools.cache
+def _allowed() -> dict[str, tuple[Any, ...]]:
+    """Return the values that a setting may have, where they are few: as its type names them, or its part does."""
+    found: dict[str, tuple[Any, ...]] = {
+        "transport": TRANSPORTS,
+        "placement": tuple(STRATEGIES),
+        "encrypt_data": (None, True, False),
+    }
+    hints = get_type_hints(CheckpointConfig)
+    for name in (field.name for field in fields(CheckpointConfig)):
+        kinds = (hints[name],) if get_origin(hints[name]) is Literal else get_args(hints[name])
+        words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
+        if words:
+            absent = (None,) if type(None) in kinds else ()
+            found[name] = (*absent, *((True, False) if bool in kinds else ()), *words)
+    return found
 
 
 # Without persist_dir they have no effect.
@@ -421,129 +462,3 @@ _NEED_PERSIST_DIR = (
     "keep_steps",
 )
 _DEFAULTS = {field.name: field.default for field in fields(CheckpointConfig)}
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """A configuration with every default filled in from one environment."""
-
-    config: CheckpointConfig
-    job: str
-    memory_dir: str
-    node_id: str
-    domain: str
-    advertise: str | None  # None: to be found out
-    port: int  # 0: any
-    tls_files: tuple[str, str, str] | None  # certificate, key, CA; None: made for each launch
-    uses_agent: bool
-    verifies: bool  # checksums, while loading
-    rechecks: bool  # every overlapped save, by checksums
-    launcher_world: int  # the number of ranks that the launcher has started; 1: no launcher, or only this one
-    single_process: bool  # this process is alone in spite of that
-    disabled: bool
-
-    @property
-    def encrypts_data(self) -> bool:
-        """Whether lanes use TLS: as it was asked for, else where the operator brings certificates."""
-        asked = self.config.encrypt_data
-        return self.tls_files is not None if asked is None else asked
-
-
-def resolve(config: CheckpointConfig, environ: Mapping[str, str] = os.environ) -> Settings:
-    """Fills in what the environment decides. Raises ConfigError where nothing names the job."""
-
-    def given(field: str) -> Any:
-        value = getattr(config, field)
-        return value if value is not None else environ.get(ENVIRONMENT[field]) or None
-
-    disabled = environ.get("FLASHCKPT_DISABLE", "") not in ("", "0")
-    job = given("job") or _launcher_job(environ)
-    if job is None and config.persist_dir is not None:
-        job = "dir-" + hashlib.blake2b(config.persist_dir.encode(), digest_size=8).hexdigest()
-    if job is None:
-        if not disabled:
-            raise ConfigError(
-                "no job name: expected CheckpointConfig(job=…), FLASHCKPT_JOB, a sticky launcher id or persist_dir",
-                hint="give the run a name that stays the same when it is restarted, e.g. FLASHCKPT_JOB=run1",
-            )
-        job = "disabled"
-    agent = given("agent") or "auto"
-    if agent not in ("auto", "off"):
-        raise ConfigError(f"FLASHCKPT_AGENT: expected auto or off, found {agent!r}")
-    flushes = config.persist_on_exit or config.persist_interval or config.persist_interval_minutes
-    if agent == "off" and config.persist_dir is not None and flushes and not (config.load_only or disabled):
-        raise ConfigError(
-            "persist_dir with agent='off': expected an agent, which writes there, found that it is off",
-            hint="leave CheckpointConfig(agent=…) and FLASHCKPT_AGENT at their defaults; or leave persist_dir out; "
-            "load_only=True, or persist_on_exit=False without an interval, only loads from it",
-        )
-    verify = _verify(given("verify"))
-    return Settings(
-        config=config,
-        job=job,
-        memory_dir=given("memory_dir") or default_memory_dir(job),
-        node_id=given("node_id") or socket.gethostname(),
-        domain=given("domain") or "",
-        advertise=given("advertise"),
-        port=_port(given("port")),
-        tls_files=_tls_files(given("tls_cert"), given("tls_key"), given("tls_ca")),
-        uses_agent=agent == "auto",
-        verifies=verify is not False,
-        rechecks=verify == "recheck",
-        launcher_world=_launcher_world(environ),
-        single_process=_switch("FLASHCKPT_SINGLE_PROCESS", given("single_process")),
-        disabled=disabled,
-    )
-
-
-def _verify(value: bool | str | None) -> bool | str:
-    if value is None or isinstance(value, bool):
-        return value is not False
-    known: dict[str, bool | str] = {"recheck": "recheck", "on": True, "1": True, "off": False, "0": False}
-    if value not in known:
-        raise ConfigError(f"FLASHCKPT_VERIFY: expected recheck, on or off, found {value!r}")
-    return known[value]
-
-
-def _switch(name: str, value: bool | str | None) -> bool:
-    known: dict[bool | str | None, bool] = {None: False, "0": False, "1": True, False: False, True: True}
-    if value not in known:
-        raise ConfigError(f"{name}: expected 1 or 0, found {value!r}")
-    return known[value]
-
-
-def _launcher_world(environ: Mapping[str, str]) -> int:
-    """As torchrun tells its workers."""
-    text = environ.get("WORLD_SIZE", "")
-    return int(text) if text.isascii() and text.isdigit() else 1
-
-
-def _port(value: int | str | None) -> int:
-    try:
-        port = int(value or 0)
-    except ValueError:
-        port = -1
-    if not 0 <= port < 1 << 16:
-        raise ConfigError(f"FLASHCKPT_PORT: expected 0 to 65535, found {value!r}")
-    return port
-
-
-def _tls_files(cert: str | None, key: str | None, ca: str | None) -> tuple[str, str, str] | None:
-    if cert is None and key is None and ca is None:
-        return None
-    if cert is None or key is None or ca is None:
-        missing = [name for name, value in (("CERT", cert), ("KEY", key), ("CA", ca)) if value is None]
-        raise ConfigError(
-            f"expected all of FLASHCKPT_TLS_CERT, _KEY and _CA, found none of {missing}",
-            hint="give the three files, or none: then each launch makes certificates of its own",
-        )
-    return cert, key, ca
-
-
-def _launcher_job(environ: Mapping[str, str]) -> str | None:
-    for name in _STICKY_LAUNCHER_IDS:
-        value = environ.get(name, "")
-        # torchrun's run id is "none" by default and a fresh uuid with --standalone: not sticky.
-        if value and value != "none" and not _UUID.fullmatch(value):
-            return f"{name.lower().split('_')[0]}-{value}"
-    return None
