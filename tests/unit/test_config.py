@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import os
+import re
 
 import pytest
 
 from flashckpt.config import CheckpointConfig, resolve
 from flashckpt.errors import ConfigError
+from flashckpt.move.transports.tcp.policy import TRANSPORTS
 
 
 def test_the_contract_example_is_accepted():
@@ -132,3 +134,9 @@ def test_persist_dir_names_the_job_at_last():
 def test_disable_wins_over_everything():
     assert resolve(CheckpointConfig(job="x"), {"FLASHCKPT_DISABLE": "1"}).disabled
     assert not resolve(CheckpointConfig(job="x"), {"FLASHCKPT_DISABLE": "0"}).disabled
+
+
+def test_the_transports_of_a_job_are_those_of_its_agents():
+    assert [CheckpointConfig(transport=name).transport for name in TRANSPORTS] == list(TRANSPORTS)
+    with pytest.raises(ConfigError, match=re.escape(f"transport: expected one of {TRANSPORTS}, found 'smoke'")):
+        CheckpointConfig(transport="smoke")
