@@ -1,4 +1,4 @@
-"""The agent's lock: one holder, named; a dead one's note is no obstacle, a stopped one still holds."""
+"""The agent's lock in one process: one holder, named; a note that nobody can have written is no obstacle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The documents: their code runs, their links lead somewhere, and their tables agree with the code."""
+"""The documents: their links lead somewhere, and their tables agree with the code."""
 
 from __future__ import annotations
 

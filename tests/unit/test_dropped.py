@@ -1,4 +1,4 @@
-"""Checkpointers and managers that are dropped without close(), or left by a fork."""
+"""Checkpointers and managers that are dropped without close()."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The protocol model: a small configuration holds, and breaking a rule of it is noticed. `make spec` runs all of it."""
+"""The protocol model and what runs it agree on its mutants. tests/integration/parts plays a small configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The protocol's model, checked by Spin."""
+"""The model, checked by Spin: a small configuration holds, and its mutants are found. `make spec` runs all of it."""
 
 from __future__ import annotations
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from flashckpt.errors import NoSpaceError
+from flashckpt.protocol.line import from_fence
 from flashckpt.store.slots import SlotStore
 from flashckpt.types import Generation
 from tests.unit.test_store_slots import K, inode_of, memory_dir, shard, store
@@ -198,3 +200,38 @@ def test_what_another_process_sealed_is_read_through_its_file(store, memory_dir)
         assert store.mapped_shard(sealed, fd) is None
     finally:
         os.close(fd)
+
+
+@pytest.fixture
+def hugetlbfs(tmp_path):
+    """24 MiB of hugetlbfs, where the machine has set huge pages aside."""
+    free = int(Path("/proc/meminfo").read_text().partition("HugePages_Free:")[2].split()[0])
+    if free < 12:
+        pytest.skip("needs 12 free huge pages: sysctl vm.nr_hugepages=16")
+    subprocess.run(["mount", "-t", "hugetlbfs", "-o", "size=24M", "none", tmp_path], check=True)
+    yield tmp_path
+    subprocess.run(["umount", "-l", tmp_path], check=True)
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mounts")
+def test_hugetlbfs(hugetlbfs):
+    """It knows no write(), and files are whole pages."""
+    with SlotStore.open(hugetlbfs / "m", "job") as store:
+        assert store.granule_bytes == 2 << 20
+        slot = store.claim(8 << 20)
+        slot.view[:] = b"x" * (8 << 20)
+        sealed = store.seal(slot, shard(1))
+        with pytest.raises(NoSpaceError, match=r"hugetlbfs .* has 16 MiB free of 24 MiB"):
+            store.claim(18 << 20)
+        line = from_fence(step=1, epoch=2, nonce=3)
+        assert store.write_line(line) == line == store.read_line()
+        assert store.check() == []
+    with SlotStore.open(hugetlbfs / "m", "job") as store:
+        fd = store.open_shard(sealed := store.scan()[0])
+        assert os.pread(fd, 9 << 20, 0) == b"x" * (8 << 20)
+        assert store.release(sealed)
+        assert os.pread(fd, 65, 0) == bytes(64) + b"x"
+        os.close(fd)
+        store.abandon(store.claim(4 << 20))
+        assert store.check() == []
