@@ -9,7 +9,7 @@ NATIVE_SOURCES := CMakeLists.txt $(wildcard csrc/*/*) $(wildcard protos/flashckp
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: setup demo test test-slow simulate campaign mutants soak simdev check check-static check-native bench fuzz spec clean
+.PHONY: setup demo test test-unit test-slow simulate campaign mutants soak simdev check check-static check-native bench fuzz spec clean
 
 setup: $(STAMP)
 
@@ -25,6 +25,12 @@ demo: $(STAMP)
 
 test: $(STAMP) simdev
 	$(PYTEST) -m "not slow"
+
+# Of `make test` what is pure and quick: one process per test, no sleeps, less than a minute on two idle cores.
+# tests/pure.py fails a test that is not. Properties and the simulator's histories are pure too, but take longer.
+UNIT := tests/unit tests/compat tests/security/test_threat_model.py
+test-unit: $(STAMP)
+	$(PYTEST) -m "not slow" $(UNIT)
 
 # Whole launches of many ranks: minutes each. CI runs them too.
 test-slow: $(STAMP) simdev

@@ -25,7 +25,7 @@ from tests.mutants.lines import ROOT, run_pytest, trace
 from tests.unit.test_shape import PURE
 
 PACKAGES = ("load", "save", "store", "format", "training", "persist")
-SUITES = ("tests/unit", "tests/property", "tests/contract", "tests/sim", "tests/compat")
+SUITES = ("tests/unit", "tests/integration/parts", "tests/property", "tests/contract", "tests/sim", "tests/compat")
 
 
 @dataclass(frozen=True, slots=True)

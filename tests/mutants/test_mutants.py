@@ -110,7 +110,7 @@ def test_a_fault_is_noticed_survives_or_is_not_executed_and_the_tree_stays_as_it
     assert attempt(nothing, source, strict).status == "survived"
     assert attempt(fault, source, []).status == "not executed"
     with pytest.raises(SystemExit, match="pytest ended with 42"):  # a test that never imports the module
-        attempt(fault, source, [Traced("tests/unit/test_turns.py", 0.1, {})])
+        attempt(fault, source, [Traced("tests/integration/parts/test_turns.py", 0.1, {})])
     assert (path.read_text(), path.stat().st_mtime_ns) == before
 
 

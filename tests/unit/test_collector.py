@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import threading
 
 import pytest
@@ -57,12 +56,3 @@ def test_of_two_threads_the_last_one_wakes_it_up():
     leave.set()
     thread.join(60)
     assert gc.isenabled()
-
-
-def test_a_child_that_was_forked_meanwhile_collects():
-    with collector_paused():
-        child = os.fork()
-        if child == 0:
-            os._exit(0 if gc.isenabled() else 1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert not gc.isenabled()

@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import os
 import pickle
+import re
 
 import pytest
 
@@ -20,6 +21,7 @@ from flashckpt.config import (
 )
 from flashckpt.config.table import GROUPS
 from flashckpt.errors import ConfigError
+from flashckpt.types import TRANSPORTS
 from tests import config_groups
 
 
@@ -237,3 +239,9 @@ def test_signatures_name_every_setting():
     """For help() and editors."""
     assert set(inspect.signature(CheckpointConfig).parameters) == FLAT.keys() | GROUPS.keys()
     assert list(inspect.signature(Persist).parameters) == list(GROUPS["persist"].names)
+
+
+def test_the_transports_of_a_job_are_those_of_its_agents():
+    assert [CheckpointConfig(transport=name).transport for name in TRANSPORTS] == list(TRANSPORTS)
+    with pytest.raises(ConfigError, match=re.escape(f"transport: expected one of {TRANSPORTS}, found 'smoke'")):
+        CheckpointConfig(transport="smoke")

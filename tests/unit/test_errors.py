@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 
 import flashckpt
 from flashckpt import errors
@@ -40,3 +41,14 @@ def test_every_error_a_user_can_meet_is_public():
 
 def test_an_unknown_field_is_an_attribute_error():
     assert not hasattr(errors.NoSpaceError("x"), "step")
+
+
+def test_the_tree_at_the_top_of_the_file_is_the_classes():
+    """With each class below its base."""
+    path, found = [], {}
+    for indent, name in re.findall(r"^    ((?:[│├└] ?[─ ]*)*)(\w+Error)\b", errors.__doc__, re.M):
+        depth = len(indent) // 4
+        path = [*path[:depth], name]
+        found[name] = path[-2] if depth else ""
+    classes = [cls for cls in (errors.FlashError, *tree()) if cls.__module__ == "flashckpt.errors"]
+    assert found == {cls.__name__: "" if cls is errors.FlashError else cls.__bases__[0].__name__ for cls in classes}

@@ -15,7 +15,7 @@ from flashckpt.ranks.group import PrivateGroup
 from flashckpt.types import Generation
 
 ONE = OnDisk("step-3", Generation(100, 7, 3, 1), "")
-TIMEOUT = 0.01
+TIMEOUT = 0.25  # what does not hang has to be done by then, also on a busy machine
 
 
 @pytest.fixture
@@ -26,16 +26,16 @@ def hang():
     released.set()
 
 
-def attempt(rank, opener, directory="/nowhere"):
+def attempt(rank, opener, directory="/nowhere", timeout=TIMEOUT):
     group = PrivateGroup.alone()
-    context = LoadContext(None, None, group, rank, 0, True, (), ((0,),), "job", verify=True, threads=1, timeout=TIMEOUT)
+    context = LoadContext(None, None, group, rank, 0, True, (), ((0,),), "job", verify=True, threads=1, timeout=timeout)
     return DiskAttempt(context, str(directory), ONE, opener)
 
 
 def test_looking_at_a_disk_that_hangs_finds_a_problem(hang, monkeypatch):
     monkeypatch.setattr(restore, "_look", hang)
     found = look_at("/slow", "job", TIMEOUT)
-    expected = "listing /slow: expected it to take at most 0.01 s, found that it hangs"
+    expected = "listing /slow: expected it to take at most 0.25 s, found that it hangs"
     assert found.problem == f"/slow can't be read: {expected}"
     assert found.steps == ()
 
@@ -63,6 +63,6 @@ def test_reading_from_a_disk_that_hangs_fails(hang, tmp_path):
 @pytest.mark.parametrize(("rank", "layout"), [(0, 0), (1, 1), (2, None), (3, None)])
 def test_a_rank_above_all_that_saved_has_no_layout_of_its_own(rank, layout, tmp_path):
     found = SimpleNamespace(generation=ONE.generation, world=2, stored={}, where="")
-    one = attempt(rank, lambda *_: found, tmp_path)
+    one = attempt(rank, lambda *_: found, tmp_path, timeout=60)
     one.describe()
     assert (one.reader.rank, one.reader.layout) == (rank, layout)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 import time
 
 import numpy as np
@@ -11,13 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashckpt.errors import CorruptShardError, DeadlineError, PeerError
+from flashckpt.errors import CorruptShardError, PeerError
 from flashckpt.persist.exchange import Exchange
 from flashckpt.persist.meta import FileInfo, Meta, decode_meta, encode_meta, json_part
 from flashckpt.persist.names import attempt_of, is_deleting, parse_per_rank_key, per_rank_key, step_of, temporary_name
 from flashckpt.persist.plan import Contribution, plan
 from flashckpt.persist.storage import open_storage
-from flashckpt.persist.write import Placed, WrittenFiles
 from flashckpt.types import Box, Generation, TensorEntry
 
 
@@ -170,36 +168,6 @@ def test_only_what_json_keeps_is_shown():
 def exchange(root, node, seconds, nodes=("n0", "n1")):
     storage = open_storage(str(root))
     return Exchange(storage, storage.stage(1, "0" * 16), nodes, node, time.monotonic() + seconds)
-
-
-def test_nodes_see_what_the_others_offer_and_wrote(tmp_path):
-    one, two = exchange(tmp_path, "n0", 60), exchange(tmp_path, "n1", 60)
-    mine, other = (
-        Contribution(0, (entry("a", (4,), (0,), (2,)),), ("v",), ()),
-        Contribution(1, (entry("a", (4,), (2,), (2,)),), (), ("w",)),
-    )
-    one.offer([mine])
-    late = threading.Timer(0.3, two.offer, [[other]])
-    late.start()
-    assert one.offered() == [mine, other]
-    late.join()
-    written = WrittenFiles(
-        {"f": FileInfo(3, 4)}, [Placed("a", (2,), "f", 0, 3, 9), Placed("v", None, "f", 3, 1, 2)], {1: "v1"}
-    )
-    two.report(written, {"v": ("x", 1)}, 5.0)
-    one.report(WrittenFiles(), {}, 6.0)
-    assert one.reported()[1] == (written, {"v": ("x", 1)}, 5.0)
-    one.clean()
-    assert open_storage(str(tmp_path)).list("step-1.tmp-" + "0" * 16) == {}
-
-
-def test_a_directory_that_nodes_do_not_share_is_called_so(tmp_path):
-    one, two = exchange(tmp_path / "a", "n0", 0.3), exchange(tmp_path / "b", "n1", 0.3)
-    one.offer([])
-    two.offer([])
-    with pytest.raises(DeadlineError, match=r"none of \['n1'\]") as raised:
-        one.offered()
-    assert "same directory on every node" in raised.value.hint
 
 
 def test_a_node_that_fails_says_why(tmp_path):

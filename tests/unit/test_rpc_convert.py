@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -17,6 +18,7 @@ from flashckpt.rpc.credentials import Bundle
 from flashckpt.store.owner import Owner
 from flashckpt.types import Claimant, Generation, Launch, Level, Member, Record, Session, ShardId
 from flashckpt.v1 import agent_pb2, common_pb2, peer_pb2
+from tests.unit.test_agent_session import FULL
 
 counts = st.integers(0, (1 << 63) - 1)
 nonces = st.integers(0, (1 << 64) - 1)
@@ -88,17 +90,18 @@ healths = st.builds(
     reason=plain,
 )
 failures = st.builds(wire.FlushFailure, generations, st.integers(1, (1 << 64) - 1), plain)
-bodies = st.one_of(
-    st.builds(wire.Beat),
-    st.builds(wire.Report, shards, digests, st.lists(names, max_size=4).map(tuple)),
-    st.builds(wire.GiveUp, generations),
-    st.builds(wire.Announce, st.none() | records, voids, st.none(), st.none(), st.none() | failures),
-    st.builds(wire.WantPersisted, generations, plain, st.booleans()),
-    failures,
-    st.builds(wire.Lost, shards),
-    st.builds(wire.WantBack, shards, digests),
-    holdings(),
-)
+BODIES = {
+    wire.Beat: st.builds(wire.Beat),
+    wire.Report: st.builds(wire.Report, shards, digests, st.lists(names, max_size=4).map(tuple)),
+    wire.GiveUp: st.builds(wire.GiveUp, generations),
+    wire.Announce: st.builds(wire.Announce, st.none() | records, voids, st.none(), st.none(), st.none() | failures),
+    wire.WantPersisted: st.builds(wire.WantPersisted, generations, plain, st.booleans()),
+    wire.FlushFailure: failures,
+    wire.Lost: st.builds(wire.Lost, shards),
+    wire.WantBack: st.builds(wire.WantBack, shards, digests),
+    wire.Holds: holdings(),
+}
+bodies = st.one_of(*BODIES.values())
 envelopes = st.builds(wire.Envelope, names, launches, st.none() | lines, bodies)
 answers = st.builds(
     wire.Answer,
@@ -187,6 +190,14 @@ def test_what_goes_in_comes_out(values, to, back):
         assert back(through(to(value))) == value
 
     check()
+
+
+def test_every_body_is_among_those_that_go_in():
+    assert set(BODIES) == set(get_args(wire.Body))
+
+
+def test_every_field_of_a_session_comes_out():
+    assert convert.from_session(through(convert.to_session(FULL))) == FULL
 
 
 addresses = st.sampled_from(["", "10.0.0.1:7000", "[2001:db8::1]:65535"])

@@ -34,21 +34,6 @@ def test_a_trainers_environment(caplog):
     assert "may hang" in caplog.text
 
 
-def test_settings_can_be_had_before_grpc(run_python):
-    code = "import sys, flashckpt.rpc.settings; sys.exit('grpc' in sys.modules)"
-    assert run_python(code).returncode == 0
-
-
-def test_the_clients_import_nothing_heavy(run_python):
-    code = (
-        "import sys, flashckpt.rpc.agent_client, flashckpt.rpc.agent_server, flashckpt.move.transports.grpc.client\n"
-        "import flashckpt.move.transports.grpc.server\n"
-        "sys.exit(' '.join({'torch', 'numpy', 'rich', 'fsspec'} & set(sys.modules)) or 0)"
-    )
-    result = run_python(code)
-    assert result.returncode == 0, result.stderr
-
-
 def test_options_are_unique_and_servers_accept_their_clients_pings():
     keepalive = Keepalive(time=2.0, timeout=1.0)
     server, client = server_options(keepalive), client_options(keepalive)

@@ -74,7 +74,7 @@ def test_what_lies_on_this_node_is_judged_newest_first_also_across_a_rollback():
     before, after = Generation(100, 7, 9, 1), Generation(200, 8, 6, 1)
     same_step = after._replace(step=9)
     complete, pending = GenerationVerdict(GenerationState.COMPLETE, ""), GenerationVerdict(GenerationState.PENDING, "")
-    verdicts = {after: complete, same_step: pending, before: complete}
+    verdicts = {after: complete, before: complete, same_step: pending}
     writer = SimpleNamespace(verdicts=lambda: (None, dict(verdicts)))
     store = SimpleNamespace(read_records=lambda: (Record(same_step, 1, 2, 0.0),))
     judged = Attempts("job", store, writer).judged()

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
-from flashckpt.protocol.line import Ancestor, Line, begun, encode, from_fence
+from flashckpt.protocol.line import Ancestor, Line, begun, encode
 from flashckpt.store.names import line_name
 from flashckpt.store.slots import SlotStore
 from flashckpt.store.small_files import frame, unframe
 from flashckpt.types import Generation, Launch, ShardId
 
-ROOT = Path(__file__).parents[2]
 MAGIC = b"FCLINE01"
 A, B, C, D = (Launch(10 * number, number) for number in range(1, 5))
 STRANGER = Launch(15, 99)
@@ -131,15 +128,6 @@ def test_what_two_nodes_say_of_one_launch_is_joined(store):
     after = (store.path / line_name(C)).stat()
     assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns), "nothing new: not written again"
     assert files(store) == [line_name(C)]
-
-
-def test_survives_its_process(store, memory_dir):
-    code = (
-        "import sys\nfrom flashckpt.store.slots import SlotStore\nfrom flashckpt.protocol.line import from_fence\n"
-        "SlotStore.open(sys.argv[1], 'job').write_line(from_fence(step=3, epoch=4, nonce=5))"
-    )
-    subprocess.run([sys.executable, "-c", code, str(memory_dir)], cwd=ROOT, check=True)
-    assert store.read_line() == from_fence(step=3, epoch=4, nonce=5)
 
 
 def test_every_damaged_file_is_refused():

@@ -28,7 +28,7 @@ from flashckpt.store.owner import Owner
 from flashckpt.store.slots import SlotFile, SlotStore
 from flashckpt.types import Generation, Record, ShardId
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 K = 64 << 10
 
 # Evaluates one expression a line. `store` is its own; every answer is a line.
