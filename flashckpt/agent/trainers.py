@@ -29,7 +29,7 @@ from flashckpt.protocol.events import (
     WantDropped,
 )
 from flashckpt.rpc.api import VERSION, Lease, Overtaken, TrainerState
-from flashckpt.store.owner import Owner, Vigil, is_dead, is_ending
+from flashckpt.store.owner import LivenessCheck, Owner, is_dead, is_ending
 from flashckpt.types import Claimant, Launch
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class _Trainer:
     lease_id: int
     ticket: bytes
     owner: Owner
-    vigil: Vigil
+    liveness: LivenessCheck
     rank: int
     launch: Launch | None = None  # the launch that it has begun
     claimed_at: float = 0.0  # when, in seconds since 1970
@@ -128,7 +128,7 @@ class TrainerCalls:
             if len(self._leases) >= _MAX_LEASES:
                 raise BusyError(f"agent {os.getpid()}: expected at most {_MAX_LEASES} trainers")
             ticket = secrets.token_bytes(_TICKET_BYTES)
-            lease = _Trainer(next(self._numbers), ticket, owner, Vigil(owner), rank, launch, claimed_at)
+            lease = _Trainer(next(self._numbers), ticket, owner, LivenessCheck(owner), rank, launch, claimed_at)
             lease.process = acts_for or owner.identity
             self._leases[lease.lease_id] = lease
             self._ended.pop(rank, None)
@@ -152,13 +152,13 @@ class TrainerCalls:
         """End the leases of processes that are gone, and take back the slots that they were writing into."""
         with self._lock:
             leases = list(self._leases.values())
-        dead = [lease for lease in leases if lease.vigil.is_dead()]
+        dead = [lease for lease in leases if lease.liveness.is_dead()]
         if dead:
             # IMPORTANT: before the core gives up what they were writing. They may have sealed it, and died before they
             # could report it.
             self._shell.rescan()
         for lease in dead:
-            self._end(lease, "is gone", _how_it_ended(lease.vigil))
+            self._end(lease, "is gone", _how_it_ended(lease.liveness))
         if dead:
             self._shell.store.reclaim()
 
@@ -172,7 +172,7 @@ class TrainerCalls:
                 self.idle_since = time.monotonic()
             has_trainers = any(one.launch is not None for one in self._leases.values())
             _offer(lease.news, None)
-        lease.vigil.close()
+        lease.liveness.close()
         _log.info("rank %d, process %d %s: lease %d ends", lease.rank, lease.owner.pid, how, lease.lease_id)
         self._shell.feed(LeaseEnded(lease.lease_id))
         if lease.launch is not None and not has_trainers:
@@ -244,7 +244,7 @@ class TrainerCalls:
     def _lives(lease: _Trainer) -> bool:
         """Return True unless the process is known to have ended, or can't be looked up and no longer watches."""
         can_be_looked_up = lease.owner.pid_namespace == Owner.current().pid_namespace
-        return not lease.vigil.is_dead() and (can_be_looked_up or lease.watches > 0)
+        return not lease.liveness.is_dead() and (can_be_looked_up or lease.watches > 0)
 
     def begin(self, ticket: bytes, session: Session, credentials: Bundle | None) -> None:
         lease = self._find(ticket)
@@ -446,8 +446,8 @@ class TrainerCalls:
             return [{"rank": one.rank, "pid": one.owner.pid} for one in self._leases.values()]
 
 
-def _how_it_ended(vigil: Vigil) -> str:
-    code = vigil.exit_code()
+def _how_it_ended(liveness: LivenessCheck) -> str:
+    code = liveness.exit_code()
     if code is None:
         return "ended"
     return f"ended (signal {-code})" if code < 0 else f"ended (exit code {code})"

@@ -1,7 +1,7 @@
-"""Protobuf messages ↔ the project's types. What arrives is checked here; protobuf types go no further.
+"""Converts between protobuf messages and the project's types. Checks what arrives; protobuf types are used no further.
 
-Encoding takes values of our own. Decoding takes anybody's: every length, range and presence that the protos speak
-of is checked, and what does not fit is an IncompatibleError that names the field.
+Encoding takes our own values. Decoding takes anybody's: every length, range and presence that the protos name is
+checked, and what does not fit is an IncompatibleError that names the field.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
 _MAX_PEM_BYTES = 64 << 10
 _MAX_MEMBERS = 1 << 16
-# What a list of a message is looked through for is done under the agent's lock: no longer than an honest one.
+# A message's lists are searched under the agent's lock: this is as long as an honest list gets.
 _MAX_HOLDERS = 1 << 10
 _MAX_VOIDS = 1 << 10
 _MAX_CONCURRENCY = 1 << 10
@@ -70,7 +70,7 @@ _MAX_KEEP_STEPS = 1 << 16
 _MAX_HELD = 1 << 16
 _MAX_TRAINERS = 1 << 16
 _MAX_COPIES = 1 << 8
-_MAX_SHOWN = 1 << 7  # of the lists in a summary for people
+_MAX_SHOWN = 1 << 7  # entries of a list in a summary for people
 _MAX_TICKET_BYTES = 64
 
 
@@ -102,7 +102,7 @@ def from_launch(message: common_pb2.Launch) -> Launch:
     return Launch(_integer(message.epoch, "epoch"), message.nonce)
 
 
-@functools.lru_cache(maxsize=16)  # every message carries the same one
+@functools.lru_cache(maxsize=16)  # every message has the same one
 def to_line(line: Line) -> common_pb2.Line:
     listed = [_to_ancestor(one) for one in line.listed]
     floor = maybe(line.floor, _to_ancestor)
@@ -115,7 +115,7 @@ def from_line(message: common_pb2.Line) -> Line:
 
 @functools.lru_cache(maxsize=64)
 def _decode_line(data: bytes) -> Line:
-    """IncompatibleError where it is no line: launches out of order, or not older than the head."""
+    """Decode a line. Raise IncompatibleError if it is none: launches out of order, or not older than the head."""
     message = common_pb2.Line.FromString(data)
     head = needed(message, "head", from_launch)
     listed = tuple(map(_from_ancestor, _bounded(list(message.listed), "listed", MAX_LISTED)))
@@ -289,7 +289,7 @@ def from_session(message: agent_pb2.Session) -> Session:
     names = [member.node_id for member in members]
     if len(set(names)) != len(names) or not names:
         raise _refused("members", "nodes with a name each", f"{len(names)} with {len(set(names))} names")
-    # IMPORTANT: who reports for which rank, and when all have, follows from this; no gap, no rank twice.
+    # IMPORTANT: which node reports for which rank, and when all have, follows from this; no gap, no rank twice.
     ranks = sorted(rank for member in members for rank in member.ranks)
     if len(ranks) != world or ranks != list(range(world)):
         raise _refused("ranks of the members", f"each of 0 to {world - 1} once", shorten(str(ranks), 100))
@@ -416,7 +416,7 @@ def to_hello(hello: Hello, receiver: str) -> peer_pb2.PeerHello:
 
 
 def from_hello(message: peer_pb2.PeerHello) -> tuple[Hello, str]:
-    """And the node that is meant."""
+    """Return the hello, and the node that is meant."""
     hello = Hello(
         message.version,
         name(message.job, "job"),
@@ -468,7 +468,7 @@ def to_envelope(envelope: wire.Envelope, receiver: str) -> peer_pb2.TellRequest:
 
 
 def from_envelope(message: peer_pb2.TellRequest) -> tuple[wire.Envelope, str]:
-    """And the node that is meant."""
+    """Return the envelope, and the node that is meant."""
     envelope = wire.Envelope(
         name(message.sender, "sender"),
         needed(message, "launch", from_launch),
@@ -708,7 +708,7 @@ def to_opening(opening: wire.PutOpen, receiver: str, lanes: int = 0) -> peer_pb2
 
 
 def from_opening(message: peer_pb2.PutOpen) -> tuple[wire.PutOpen, str]:
-    """And the node that is meant."""
+    """Return the opening, and the node that is meant."""
     size_bytes = positive(message.size_bytes, "size_bytes")
     head_bytes = positive(message.head_bytes, "head_bytes")
     if head_bytes > size_bytes:
