@@ -166,7 +166,7 @@ class AgentLink:
 
     @property
     def is_forked(self) -> bool:
-        """Whether this is the copy in a forked child. The connection belongs to the parent and must not be used."""
+        """True in a forked child. The connection belongs to the parent and must not be used."""
         return self._pid != os.getpid()
 
     def close(self, timeout: float = _GRACE) -> bool:

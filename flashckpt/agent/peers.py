@@ -285,7 +285,7 @@ class Peers:
         failpoint("before_ack")
         effects = self._shell.feed(Received(peer, opening.launch, held))
         if not any(isinstance(effect, Acknowledge) for effect in effects):
-            raise FencedError(f"{held.shard}: no generation that is kept needs this copy any more")
+            raise FencedError(f"{held.shard}: not needed any more: a record, a line or a newer launch came meanwhile")
         failpoint("after_ack")
         return held.digest
 

@@ -133,7 +133,7 @@ class PeerApi(Protocol):
     def get_open(self, peer: str, opening: GetOpen) -> Giver | GetRefused: ...
 
 
-class Brake(Protocol):
+class BandwidthLimit(Protocol):
     """Limits the bandwidth of pushes."""
 
     def take(self, size_bytes: int, /) -> object:

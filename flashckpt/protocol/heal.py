@@ -8,7 +8,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from flashckpt.protocol.survival import survival
-from flashckpt.protocol.verdict import Word
+from flashckpt.protocol.verdict import HealerWord
 from flashckpt.protocol.wire import CopyOrder, Health, Holds, Refusal
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class Healing:
         self._placement = placement
         self._patience = patience  # a node that has said nothing for so long is not counted
         self._per_node = per_node
-        self.health: Word | None = None  # the last word of a healer
+        self.health: HealerWord | None = None  # the last word of a healer
         # as a holder
         self._refusals: dict[tuple[ShardId, str], tuple[Refusal, float]] = {}
         self._made: dict[tuple[ShardId, str], float] = {}
@@ -222,7 +222,7 @@ class Healing:
         self._decided = live
         self._found = self._decide(generation, live)
         if self._found is not None:
-            self.health = Word(self._found, now, self._node_id)
+            self.health = HealerWord(self._found, now, self._node_id)
 
     def rest(self) -> None:
         """Stop deciding: another node is the healer."""
@@ -247,7 +247,7 @@ class Healing:
             self._decided = live
             self._found = self._decide(mine.generation, live)
         if self._found is not None:
-            self.health = Word(self._found, now, self._node_id)
+            self.health = HealerWord(self._found, now, self._node_id)
         self.expect(mine.generation, self.copies_for(self._node_id), now)
 
     def holdings(self, generation: Generation) -> dict[str, frozenset[int]]:

@@ -112,7 +112,7 @@ class Line:
     def continued(
         self, head: Launch, base: Generation, given_up: Iterable[Launch] = (), others: Iterable[Launch] = ()
     ) -> Line:
-        """Return the line of a launch that has loaded `base`, and that goes on without the launches `given_up`.
+        """Return the line of a launch that has loaded `base`, and that continues without the launches `given_up`.
 
         `others` are the roots of those of other histories.
         """
@@ -126,7 +126,7 @@ class Line:
         return Line(head, self.root, _in_order(steps, head), floor)
 
     def chosen(self, head: Launch, given_up: Iterable[Launch] = (), others: Iterable[Launch] = ()) -> Line:
-        """Return the line by which a person says that the job goes on with this one, and without `given_up`.
+        """Return the line by which a person says that the job continues with this one, and without `given_up`.
 
         `others`: as in `continued`.
         """
@@ -135,7 +135,7 @@ class Line:
         return Line(head, self.root, _in_order(steps, head), self.floor)
 
     def including(self, older: Line | None, present: Collection[Generation]) -> Line:
-        """Return the line of a launch that saves without a load: it goes on from all that is left of older launches.
+        """Return the line of a launch that saves without a load: it continues from all that is left of older launches.
 
         IMPORTANT: without a limit for launches that the line before it does not list. What is `present` on this node is
         no measure of what others have of the same launch, and they adopt this line.
@@ -195,7 +195,7 @@ def name_of(launch: Launch) -> str:
 
 
 def begun(head: Launch, given_up: Iterable[Launch] = (), others: Iterable[Launch] = ()) -> Line:
-    """Return the line of a launch that begins with nothing, and goes on without the launches `given_up`.
+    """Return the line of a launch that begins with nothing, and continues without the launches `given_up`.
 
     `others` are the roots of those.
     """
@@ -231,7 +231,7 @@ def newer(one: Line | None, other: Line | None) -> Line | None:
 
 
 def by_head(lines: Iterable[Line]) -> dict[Launch, Line]:
-    """Each head's line, oldest first, with what different nodes say of it joined."""
+    """Return each head's line, oldest first, joined from what different nodes say of it."""
     found: dict[Launch, Line] = {}
     for line in lines:
         before = found.get(line.head)

@@ -103,7 +103,7 @@ def _missing(core: AgentCore, generation: Generation) -> tuple[list[int], list[i
     is not the coordinator."""
     if core.session is None or not core.is_coordinator:
         return [], []
-    tally = core.committing.ballot.generations.get(generation)
+    tally = core.committing.counted.generations.get(generation)
     sealed, reports = (tally.sealed, tally.reports) if tally is not None else ({}, {})
     return missing_ranks(sealed, core.session.world), missing_ranks(reports, core.session.world)
 

@@ -65,7 +65,7 @@ class Change(NamedTuple):
         return f"step {self.generation.step}: {self.reason}"
 
 
-class Word(NamedTuple):
+class HealerWord(NamedTuple):
     """What a healer said of the kept generation."""
 
     health: Health
@@ -93,7 +93,7 @@ class View:
     domains: Mapping[str, str]  # of every member, this node among them
     peers: Mapping[str, Peer]
     holdings: Mapping[str, frozenset[int]]  # members whose shards of it are known first hand, this node included
-    word: Word | None
+    word: HealerWord | None
     patience: float
 
 
@@ -107,7 +107,7 @@ class Verdict:
     source: str  # the node that says so; "" if none knows
     age_seconds: float
     health: Health | None  # the figures; None if none knows
-    last: Word | None  # the last word of a healer, whether it counts or not
+    last: HealerWord | None  # the last word of a healer, whether it counts or not
 
 
 def judge(view: View, now: float) -> tuple[Verdict, str]:
@@ -156,7 +156,7 @@ def _is_followed(view: View, health: Health) -> bool:
     return view.committed and same_launch and before < view.kept and not health.lost_count
 
 
-def _last_word(view: View, word: Word, now: float) -> str:
+def _last_word(view: View, word: HealerWord, now: float) -> str:
     about = "" if word.health.generation == view.kept else f", about step {word.health.generation.step}"
     return f"last word of {word.speaker}, {now - word.heard_at:.0f} s ago{about}"
 

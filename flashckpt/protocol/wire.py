@@ -18,7 +18,7 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """To the coordinator: this shard lies on its own node and, verified, on `holders`.
+    """Tells the coordinator that this shard lies on its own node and, verified, on `holders`.
 
     A report with fewer holders takes the earlier one back.
     """
@@ -30,15 +30,14 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """To the coordinator: a rank of the sender will never deliver its shard of this generation."""
+    """Tells the coordinator that a rank of the sender will never deliver its shard of this generation."""
 
     generation: Generation
 
 
 @dataclass(frozen=True, slots=True)
 class FlushOrder:
-    """From the node that orders, for as long as the order is in force: all nodes write this generation to
-    persist_dir."""
+    """Orders all nodes to write this generation to persist_dir, for as long as the order is in force."""
 
     generation: Generation
     attempt: int  # different for every try; names the temporary directory
@@ -53,7 +52,7 @@ class FlushOrder:
 
 @dataclass(frozen=True, slots=True)
 class FlushFailure:
-    """How a flush failed.
+    """Tells how a flush failed.
 
     From a node whose part failed to the node that ordered; from that one to all, until a flush succeeds.
     """
@@ -65,7 +64,7 @@ class FlushFailure:
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """From the coordinator: the newest record of this launch, and its void generations.
+    """Tells what the coordinator has decided: the newest record of this launch, and its void generations.
 
     The fields on flushes also come from the node that orders them if the coordinator does not answer.
     """
@@ -79,7 +78,7 @@ class Announce:
 
 @dataclass(frozen=True, slots=True)
 class Persist:
-    """To the node that orders flushes: this generation is wanted in persist_dir."""
+    """Tells the node that orders flushes that this generation is wanted in persist_dir."""
 
     generation: Generation
     reason: str
@@ -88,14 +87,14 @@ class Persist:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """To the owner of a shard: the sender's copy turned out damaged and was set aside; push it again."""
+    """Asks the owner of a shard to push it again: the sender's copy turned out damaged and was set aside."""
 
     shard: ShardId
 
 
 @dataclass(frozen=True, slots=True)
 class WantBack:
-    """To a holder of a shard: the sender's own copy turned out damaged; push it back."""
+    """Asks a holder of a shard to push it back: the sender's own copy turned out damaged."""
 
     shard: ShardId
     digest: bytes
@@ -112,7 +111,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Holds:
-    """To the healer: what the sender has of the generation that must not be lost."""
+    """Tells the healer which shards the sender has of the generation that must not be lost."""
 
     generation: Generation
     world: int  # 0 if the sender does not know it: it has no shard of it
@@ -213,7 +212,7 @@ class PutOpen:
     shard: ShardId
     tag: int
     digest: bytes
-    size_bytes: int  # of the whole file
+    size_bytes: int  # of the complete file
     head_bytes: int  # of what comes before the data area
 
 
@@ -257,7 +256,7 @@ class GetOpen:
 class GetInfo:
     """Describes the shard that follows."""
 
-    size_bytes: int  # of the whole file
+    size_bytes: int  # of the complete file
     head_bytes: int  # of what comes before the data area
     chunk_bytes: int
     tag: int

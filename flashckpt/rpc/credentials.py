@@ -196,7 +196,7 @@ def load_operator_bundle(certificate_path: str, key_path: str, ca_path: str) -> 
         authorities = x509.load_pem_x509_certificates(bundle.ca_pem)
     except _unreadable() as error:
         raise ConfigError(f"{ca_path}: expected certificates in PEM, found: {error}") from error
-    no_key: tuple[type[Exception], ...] = (*_unreadable(), TypeError)  # the latter where it wants a password
+    no_key: tuple[type[Exception], ...] = (*_unreadable(), TypeError)  # the latter if it needs a password
     try:
         key = serialization.load_pem_private_key(bundle.key_pem, None)
     except no_key as error:

@@ -28,7 +28,7 @@ from flashckpt.v1 import peer_pb2
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from flashckpt.move.seam import Brake, PutResult, Source, Taker
+    from flashckpt.move.seam import BandwidthLimit, PutResult, Source, Taker
     from flashckpt.protocol.wire import Answer, Envelope, GetOpen, GetRefused, PutOpen
     from flashckpt.rpc.api import Hello
     from flashckpt.rpc.credentials import Bundle
@@ -107,7 +107,7 @@ class PeerClient:
         self,
         opening: PutOpen,
         source: Source,
-        throttle: Brake | None = None,
+        throttle: BandwidthLimit | None = None,
         *,
         on_progress: Callable[[int], None] | None = None,
         timeout: float | None = None,

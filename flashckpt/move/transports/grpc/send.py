@@ -26,7 +26,7 @@ from flashckpt.v1 import peer_pb2
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from flashckpt.move.seam import Brake, Source
+    from flashckpt.move.seam import BandwidthLimit, Source
     from flashckpt.move.transports.tcp.connections import Connections
     from flashckpt.move.transports.tcp.ends import LaneClient
     from flashckpt.move.transports.tcp.policy import Offer
@@ -45,7 +45,7 @@ class Push:
     """One attempt to push one shard."""
 
     def __init__(
-        self, opening: PutOpen, source: Source, receiver: str, throttle: Brake | None, lanes: LaneClient
+        self, opening: PutOpen, source: Source, receiver: str, throttle: BandwidthLimit | None, lanes: LaneClient
     ) -> None:
         self._opening = opening
         self._source = source
