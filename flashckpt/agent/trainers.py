@@ -353,7 +353,7 @@ class TrainerCalls:
         self._settle(lease, generation)
 
     def _settle(self, lease: _Trainer, generation: Generation) -> None:
-        """Make a slot ready, so that the next request of the training thread need not wait for a look at the shard."""
+        """Note that the rank has sealed its shard or given it up: its next request for a slot need not look for it."""
         with self._lock:
             if lease.shard is not None and lease.shard.generation == generation:
                 lease.shard = None

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 def keeps(
     generation: Generation, count: int, record: Record | None, line: Line | None, base: Generation | None
 ) -> tuple[Generation, ...]:
-    """Return which `count` - 1 older generations stay when this one is committed: the newest loadable ones, newest
-    first.
+    """Return the newest `count` - 1 older generations that the line does not abandon: they stay when this one is
+    committed. Newest first.
 
     The list goes into the record, so that all nodes keep the same generations even if they have missed some records.
     """

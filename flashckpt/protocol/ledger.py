@@ -118,7 +118,7 @@ class Ledger:
         return [KeepRecord(record), *(Notify(g, Level.REPLICATED) for g in (*missed, record.generation))]
 
     def void(self, generation: Generation, reason: str) -> list[Effect]:
-        """Void a generation; return nothing if it is void or settled already."""
+        """Void a generation; return nothing if it is void already."""
         if generation in self.voids:
             return []
         self.voids[generation] = reason
