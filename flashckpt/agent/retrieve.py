@@ -70,7 +70,7 @@ class Retrieves:
             if self._closed:
                 raise ClosedError("the agent is about to end")
             if len(self._running) >= _MAX_RUNNING:
-                raise BusyError(f"expected at most {_MAX_RUNNING} loads of a node at a time, found one more")
+                raise BusyError(f"expected at most {_MAX_RUNNING} loads per node at a time, found one more")
             self._running.add(run)
         try:
             yield from run.news()
