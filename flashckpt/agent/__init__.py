@@ -1,1 +1,1 @@
-"""The process that outlives the trainers: one for each job on a node. Imports neither torch nor numpy."""
+"""The process that outlives the trainers: one per job and node. Imports neither torch nor numpy."""

@@ -1,4 +1,4 @@
-"""The credentials that an agent works with, kept for its successor and for the ranks of its node."""
+"""Keeps the credentials that an agent works with, for its successor and for the ranks of its node."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _NAME = "credentials"
 
 
 def write_bundle(store: SlotStore, bundle: Bundle, address: str) -> None:
-    """`address`: where the agent listens for other nodes."""
-    # One file: nobody must find one launch's key beside another's certificate.
+    """Write the credentials. `address`: where the agent listens for other nodes."""
+    # One file, so that no reader finds one launch's key beside another's certificate.
     parts = [bundle.certificate_pem, bundle.key_pem, bundle.ca_pem, address.encode()]
     store.write_secret(_NAME, json.dumps([part.decode() for part in parts]).encode())
 
 
 def read_bundle(store: SlotStore) -> tuple[Bundle, str] | None:
-    """With the address. None where no launch has brought any."""
-    # Here: it takes the time of a start to import.
+    """Return the credentials and the address. None if no launch has brought any."""
+    # Imported here: the import takes as long as the rest of a start.
     from flashckpt.rpc.credentials import Bundle
 
     kept = store.read_secret(_NAME)

@@ -1,8 +1,7 @@
-"""The agent's helper that writes the persistent tier: a process of its own, because it imports torch.
+"""Runs the process that writes the persistent tier: a process of its own, because it imports torch.
 
-It is nice, unless somebody waits for the flush.
-
-One at a time. Whatever becomes of it (it crashes, hangs, is killed) is an outcome with a reason.
+It is nice, unless somebody waits for the flush. One flush runs at a time. However the process ends (it crashes, hangs,
+is killed), the result is an outcome with a reason.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_GRACE_SECONDS = 30.0  # beyond the time that a flush gets, for its own end
-# Until it has imported torch: it is nice, and on a busy machine that alone takes minutes.
+_GRACE_SECONDS = 30.0  # beyond the time limit of a flush, for the process to end by itself
+# Until the process has imported torch: it is nice, and on a busy machine the import alone takes minutes.
 _START_SECONDS = 600.0
 _REAP_SECONDS = 5.0
 _MAX_LINE_BYTES = 64 << 10
@@ -43,29 +42,31 @@ _NICENESS = 19
 
 
 class Flusher:
-    """Starts and watches the process. Any thread."""
+    """Starts and watches the flush process. Any thread may call it."""
 
     def __init__(self, feed: Callable[[Event], object], starter: Starter | None = None) -> None:
-        """`starter` has the niceness that a flush has which somebody waits for."""
+        """`starter` has the niceness for a flush that somebody waits for."""
         self._feed = feed
         self._starter = starter or Starter()
         self._lock = threading.Lock()  # protects what follows
         self._process: subprocess.Popen[bytes] | None = None
         self._attempt: int | None = None
-        self._stopped = False  # the attempt is not wanted any more
+        self._stopped = False  # the attempt was stopped
         self._urgent = False  # somebody waits for the attempt
         self._begun = False  # its process has imported what it needs
-        self._again = False  # its process was ended only because it could not be hurried
+        self._again = False  # its process was ended only because its niceness could not be undone
         self.done_bytes = 0
-        self._seconds = 0.0  # that the last flush took, without its process's start
+        self._seconds = 0.0  # duration of the last flush, without the start of its process
 
     def start(self, spec: FlushSpec) -> None:
-        """Returns at once; FlushEnded follows."""
+        """Start a flush and return at once; FlushEnded follows."""
         threading.Thread(target=self._run, args=(spec,), name="flush", daemon=True).start()
 
     def hurry(self) -> None:
-        """Somebody waits for the flush that is under way. Where its process may not be given a higher priority and has
-        not begun to write, another one takes its place."""
+        """Raise the priority of the running flush: somebody waits for it.
+
+        If the kernel does not allow that and the process has not begun to write, another process takes its place.
+        """
         with self._lock:
             if self._urgent or self._stopped:
                 return
@@ -76,7 +77,7 @@ class Flusher:
             _kill(self._process)
 
     def stop(self) -> None:
-        """Ends a running flush: what it wrote so far is a temporary directory that the next one removes."""
+        """End a running flush. What it has written is a temporary directory that the next flush removes."""
         with self._lock:
             self._stopped = True
             if self._process is not None:
@@ -94,7 +95,7 @@ class Flusher:
             if reason and again:
                 reason = self._flush(spec)
         except Exception as error:
-            _log.exception("the flusher could not be run")
+            _log.exception("the flusher could not be run; the flush is tried again")
             reason = f"the flusher could not be run: {error}"
         step = spec.generation.step
         if reason:
@@ -111,17 +112,17 @@ class Flusher:
         self._feed(FlushEnded(attempt, reason))
 
     def _flush(self, spec: FlushSpec) -> str:
-        """Why it failed; "" = it did not."""
+        """Run the flush. Return why it failed; "" = it succeeded."""
         failpoint("before_flusher")
         with self._lock:
             before, urgent = self._process, self._urgent
             self._stopped = self._begun = False
         if before is not None and not _reap(before, _REAP_SECONDS):
-            return f"the flusher before (process {before.pid}) can't be ended: its storage hangs"
+            return f"the previous flusher (process {before.pid}) can't be ended: its storage hangs"
         # -I: neither the working directory nor PYTHON* variables decide what is imported.
         process = self._starter.start([sys.executable, "-I", "-m", "flashckpt.persist"])
         if not urgent:
-            # At once: most of what a flush takes from the processors is the start of this process.
+            # At once: most of a flush's CPU time is the start of this process.
             be_nice(process.pid, _NICENESS)
             be_nice_as_session(process.pid, _SESSION_NICENESS)
         with self._lock:
@@ -164,7 +165,7 @@ class Flusher:
                 hint = f" ({answer['hint']})" if answer.get("hint") else ""
                 return f"{answer.get('reason', 'no reason given')}{hint}"
         if self._stopped:
-            return "it is not wanted any more"
+            return "it was stopped"
         if limit.left <= 0:
             return f"expected it to {limit.what} within {limit.seconds:g} s, found that it hangs"
         return _died(process)
@@ -176,7 +177,7 @@ class Flusher:
 
 
 class _Limit:
-    """How long the process may take for what it is to do next."""
+    """The time that the process may take for its next step."""
 
     def __init__(self, what: str, seconds: float) -> None:
         self.set(what, seconds)
@@ -198,7 +199,7 @@ def _tell(process: subprocess.Popen[bytes], line: bytes) -> None:
 
 
 def _lines(process: subprocess.Popen[bytes], limit: _Limit) -> Any:
-    """What it says, until it ends or the limit, which may be set anew meanwhile, is reached."""
+    """Yield what the process says, until it ends or reaches the limit, which may be set anew meanwhile."""
     if process.stdout is None:
         return
     fd = process.stdout.fileno()
@@ -227,14 +228,14 @@ def _parse(line: bytes) -> dict[str, Any]:
 
 def _died(process: subprocess.Popen[bytes]) -> str:
     if not _reap(process, _REAP_SECONDS):
-        return "the flusher closed its output, and goes on"
+        return "the flusher closed its output, but still runs"
     code = process.returncode
     how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     return f"the flusher ended with {how}; the agent's log may say why"
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    # Popen knows whether it was reaped, so that the pid is still its own.
+    # Popen knows whether the process was reaped: if not, the pid is still its own.
     with contextlib.suppress(ProcessLookupError):
         process.kill()
 

@@ -1,7 +1,7 @@
-"""What other nodes read of the shards that lie here.
+"""Serves the shards of this node to other nodes.
 
-Failpoints: `before_get` (asked, not yet answered) · `mid_get` (before each chunk, or each frame
-of a lane) · `after_get` (the last one is read).
+Failpoints: `before_get` (asked, not yet answered) · `mid_get` (before each chunk, or each frame of a lane) ·
+`after_get` (the last one is read).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 def open_get(shell: Shell, peer: str, get: GetOpen) -> Reading | GetRefused:
-    """The core decides; what it lets go is opened here."""
+    """Open the shard, if the core grants the request."""
     failpoint("before_get")
     for effect in shell.feed(GetAsked(get)):
         if isinstance(effect, DeclineGet):
@@ -39,9 +39,9 @@ def _open(shell: Shell, peer: str, get: GetOpen, held: Held) -> Reading | GetRef
     except CorruptShardError as error:
         shell.feed(Rotten(held.shard, error.message))
         return GetRefused(f"the copy here is bad: {error.message}", retry=False)
-    except FlashError as error:  # released or set aside in this very moment
+    except FlashError as error:  # released or set aside at this moment
         return GetRefused(error.message, retry=False)
-    except OSError as error:  # out of descriptors, say
+    except OSError as error:  # for example out of descriptors
         return GetRefused(f"{held.shard} can't be opened: {error}", retry=True)
     if opened.digest != get.digest:
         opened.close()
@@ -51,7 +51,7 @@ def _open(shell: Shell, peer: str, get: GetOpen, held: Held) -> Reading | GetRef
 
 
 class Reading:
-    """One shard, or parts of it, on the way to one node (rpc's Giver). Reading verifies."""
+    """One shard, or parts of it, that another node reads (move.seam's Giver). Reading verifies."""
 
     def __init__(self, shell: Shell, peer: str, opened: ServedShard, tag: int, last_chunk: int) -> None:
         self._shell = shell
@@ -94,8 +94,8 @@ class Reading:
         return view
 
     def rotten(self, error: Exception) -> None:
-        _log.warning("%s was to be read by %r: %s", self.shard, self._peer, error)
-        # Where it was released meanwhile it is nobody's rot, and the core knows it no more.
+        _log.warning("%s is damaged, found while node %r read it: %s", self.shard, self._peer, error)
+        # If the shard was released meanwhile, the core does not know it any more and ignores the event.
         self._shell.feed(Rotten(self.shard, getattr(error, "message", str(error))))
 
     def close(self) -> None:

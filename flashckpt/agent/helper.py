@@ -1,7 +1,7 @@
 """Starts the agent's helper processes at the niceness that the agent itself was started with.
 
-The agent is nice, and what a nice thread starts is at least as nice; only root may take that back. Niceness belongs to
-a thread: this one is started before the agent becomes nice, and starts the processes.
+The agent is nice, and what a nice thread starts is at least as nice; only root may undo that. Niceness belongs to a
+thread: this thread is started before the agent becomes nice, and starts the processes.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 class Starter:
-    """One thread. Make it before the process becomes nice."""
+    """A thread that starts processes. Make it before the process becomes nice."""
 
     def __init__(self) -> None:
         self._worker = Worker("flashckpt-start-helper")
-        self._worker.submit(lambda: None).wait(None)  # the thread runs, and has the niceness of now
+        self._worker.submit(lambda: None).wait(None)  # the thread runs, and has the niceness of this moment
 
     def start(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
-        """Start a process in a session of its own, with pipes for what it is told and for what it answers."""
+        """Start a process in a session of its own, with pipes for its input and its answers."""
         started = self._worker.submit(lambda: _start(command))
         started.wait(None)
         return started.result()
@@ -42,28 +42,31 @@ def _start(command: Sequence[str]) -> subprocess.Popen[bytes]:
     )
 
 
-# How a helper process steps back behind the training.
+# Lowers the priority of a helper process below the training's.
 #
-# Niceness alone does nothing where the kernel schedules by session (autogroups, the default of most distributions): a
-# process in a session of its own then competes with the whole training as one to one, however nice it is. Its session
-# has to be nice as well.
+# Niceness alone has no effect where the kernel schedules by session (autogroups, the default of most distributions): a
+# process in a session of its own then gets as much as the complete training, however nice it is. Its session has to be
+# nice as well.
 
 
 def be_nice_as_session(pid: int | str, niceness: int) -> None:
-    """The session of that process ("self": of this one). Only for a session that is ours alone. Where the kernel knows
-    no such groups, or control groups decide, nothing changes."""
+    """Make the session of that process ("self": of this one) nice. Only for a session that is ours alone.
+
+    Nothing changes if the kernel has no such groups, or if control groups decide.
+    """
     with contextlib.suppress(OSError), open(f"/proc/{pid}/autogroup", "w", encoding="ascii") as file:
         file.write(str(niceness))
 
 
 def be_nice(pid: int, niceness: int) -> None:
-    """Make a process that has one thread at least that nice."""
+    """Make a process with a single thread at least that nice."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, pid, max(niceness, os.getpriority(os.PRIO_PROCESS, pid)))
 
 
 def hurry(pid: int) -> bool:
-    """Undo niceness, of all threads of a process and of its session. False: the kernel does not let this user."""
+    """Undo the niceness of all threads of a process and of its session. Return False if the kernel does not allow
+    it."""
     be_nice_as_session(pid, 0)
     try:
         for thread in os.listdir(f"/proc/{pid}/task"):

@@ -1,4 +1,5 @@
-"""A trainer's connection to its node's agent: a lease, news from it, and a new agent when the old one dies."""
+"""Connects a trainer to its node's agent: holds a lease, receives news, and starts a new agent when the old one
+dies."""
 
 from __future__ import annotations
 
@@ -26,27 +27,27 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
-_MOST_UNANSWERED = 3  # agents, one after the other, that end before they answer the first call
-_RENEW_SECONDS = 10.0  # that one attempt of the watching thread to get a lease may take
+_MOST_UNANSWERED = 3  # number of agents in a row that end before they answer the first call
+_RENEW_SECONDS = 10.0  # for one attempt of the watching thread to get a lease
 _MAX_LOG_TAIL_BYTES = 16 << 10
 _GRACE = 10.0  # seconds that a call may take to end beyond its deadline
-# The agent is gone, was restarted, or drains: another one comes.
+# The agent is gone, was restarted, or drains: its successor will answer.
 _PASSING = (AgentError, DeniedError, ClosedError)
 
 
 class _UnansweredError(AgentError):
-    """An agent was there a moment ago and can't be reached: it has ended meanwhile."""
+    """Raised when an agent can't be reached that was there a moment ago: it has ended meanwhile."""
 
 
 class AgentLink:
-    """One process's lease. Any thread may call; one thread of its own listens and brings the agent back.
+    """One process's lease. Any thread may call; a thread of its own listens for news and brings the agent back.
 
     IMPORTANT: the main thread makes no call of gRPC itself, since Ctrl-C would leave a channel's lock locked. A worker
-    makes it, and where the main thread is interrupted meanwhile, the channel is closed, which ends the call, and the
-    next call opens another.
+    makes it. If the main thread is interrupted meanwhile, the channel is closed, which ends the call, and the next call
+    opens another.
 
-    `start` makes sure that an agent runs and is given by the rank that acts for its node; the others wait for it.
-    `open` comes before any call.
+    `start` makes sure that an agent runs. Only the rank that acts for its node is given it; the others wait for it.
+    `open` has to be called before any other call.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class AgentLink:
         self.job = job
         self._rank = rank
         self._start = start
-        self._acts_for = acts_for  # the trainer's process, where this is not the trainer itself
+        self._acts_for = acts_for  # the trainer's process, if this is not the trainer itself
         self._worker = Worker("flashckpt-agent")  # makes the calls of the main thread, and the last one
         self._lock = threading.Lock()  # protects the lease: one thread renews it, the others wait
         self._swap = threading.Lock()  # protects _client
@@ -71,7 +72,7 @@ class AgentLink:
         self._watcher: threading.Thread | None = None
 
     def open(self, timeout: float) -> None:
-        """Connects. Once this was called, even if it raised, `close` has to be called."""
+        """Connect. Once this was called, even if it raised, `close` has to be called."""
         deadline = time.monotonic() + timeout
         self._aside(lambda _: self._open(deadline), timeout, "connecting to the agent")
 
@@ -82,19 +83,19 @@ class AgentLink:
         return self._lease
 
     def call(self, call: Callable[[AgentClient, bytes, float], T], timeout: float, doing: str) -> T:
-        """Runs `call(client, ticket, seconds left)`, with another agent where the first one dies meanwhile.
+        """Run `call(client, ticket, seconds left)`, again with another agent if the first one dies meanwhile.
 
         So it must not matter whether `call` was carried out once or twice.
         """
         return self._aside(lambda given_up: self._call(call, timeout, doing, given_up), timeout, doing)
 
     def release(self, end: Callable[[], None]) -> None:
-        """Calls `end`, which ends a stream or the like over the connection."""
+        """Call `end`, which ends a stream or the like over the connection."""
         if not self.is_forked:
             self._aside(lambda _: end(), _GRACE, "ending a call of the agent")
 
     def _aside(self, call: Callable[[Flag], T], timeout: float, doing: str) -> T:
-        """Runs `call` in a thread where no signal handler runs. Sets its flag if the caller stops waiting."""
+        """Run `call` in a thread where no signal handler runs. Set its flag if the caller stops waiting."""
         given_up = Flag()
         if not on_main_thread() or self._closed.is_set():
             return call(given_up)
@@ -115,7 +116,7 @@ class AgentLink:
         return pending.result()
 
     def _throw_away(self, client: AgentClient | None) -> None:
-        """Closes a client, in a thread of its own. Other threads retry their calls over it with another client."""
+        """Close a client, in a thread of its own. Other threads repeat their calls with another client."""
         if client is not None:
             self._replace(client, None)
 
@@ -165,11 +166,12 @@ class AgentLink:
 
     @property
     def is_forked(self) -> bool:
-        """Whether this is the copy in a forked child. The connection belongs to the parent and must not be used."""
+        """True in a forked child. The connection belongs to the parent and must not be used."""
         return self._pid != os.getpid()
 
     def close(self, timeout: float = _GRACE) -> bool:
-        """Ends the lease and the connection. False: not in time, then they end by themselves. May be called again."""
+        """End the lease and the connection. Return False if that took too long; they then end by themselves. May be
+        called again."""
         if self.is_forked:
             return True
         self._closed.set()
@@ -181,7 +183,8 @@ class AgentLink:
             self._worker.close()
         ended = self._farewell.wait(timeout)
         if not ended:
-            log.warning("the agent was not told of close() within %.1f s; it notices when the process ends", timeout)
+            text = "the agent did not answer close() within %.1f s; it ends the lease when this process ends"
+            log.warning(text, timeout)
         return ended
 
     def _say_goodbye(self) -> None:
@@ -193,7 +196,7 @@ class AgentLink:
                     client = AgentClient(self._socket_path)
                 client.bye(lease.ticket)
             except (FlashError, OSError) as error:
-                log.info("goodbye to the agent: %s", error)
+                log.info("the agent did not take the end of the lease: %s; it notices when this process ends", error)
         for one in (client, self._client, self._watching):
             if one is not None:
                 one.close()
@@ -201,7 +204,7 @@ class AgentLink:
             self._watcher.join(5.0)
 
     def _open(self, deadline: float) -> None:
-        """The first lease. An agent that drains takes no trainer, and soon does not answer: its successor will.
+        """Get the first lease. An agent that drains accepts no trainer and soon ends: its successor will answer.
 
         The rank that starts the agents gives up after a few that end before they answer; the others wait for it.
         """
@@ -229,7 +232,7 @@ class AgentLink:
         self._watcher.start()
 
     def _renew(self, old: Lease | None, deadline: float) -> tuple[Lease, AgentClient]:
-        """A lease other than `old`; starts an agent where there is none and this rank is to."""
+        """Return a lease other than `old`; start an agent if none runs and this rank has to."""
         if not self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise AgentError(f"agent at {self._socket_path}: expected it to come back in time, found it still missing")
         try:
@@ -240,7 +243,7 @@ class AgentLink:
             if self._start is not None and not self._closed.is_set():
                 try:
                     self._start(left)
-                except OSError as error:  # out of descriptors or processes: passes, like an agent that is away
+                except OSError as error:  # out of descriptors or processes: passes, as when an agent is away
                     raise AgentError(
                         f"agent at {self._socket_path}: expected to look for it and start it, found: {error}"
                     ) from error
@@ -250,7 +253,7 @@ class AgentLink:
             except AgentError:
                 if self._closed.is_set() or time.monotonic() - asked_at > _LONGEST_PAUSE:
                     raise
-                # A channel that has just failed to connect does not try again for a while; a new one does at once.
+                # A channel that has just failed to connect waits before it tries again; a new one tries at once.
                 fresh = AgentClient(self._socket_path)
                 try:
                     self._lease = self._hello(fresh)
@@ -273,16 +276,16 @@ class AgentLink:
             return self._client
 
     def _hello(self, client: AgentClient) -> Lease:
-        # An agent that was restarted hears which launch its trainers are in: another launch may be about to take over.
+        # Tell an agent that was restarted which launch its trainers are in: another launch may be about to take over.
         launch, claimed_at = self.claimed or (None, 0.0)
         return client.hello(Owner.current(), self._rank, VERSION, self.job, launch, claimed_at, self._acts_for)
 
     def _watch(self) -> None:
-        """Listen for news and bring the agent back, until close(). Whatever is raised meanwhile is tried again."""
+        """Listen for news and bring the agent back, until close(). Any error is followed by another try."""
         pause = _FIRST_PAUSE
         while not self._closed.is_set():
             lease = self._lease
-            lives = False  # the lease: a connection may also end of age
+            lives = False  # the lease does: a connection may also end because it is old
             try:
                 if lease is not None:
                     # A connection of its own, because the other is thrown away when a call is interrupted.
@@ -295,13 +298,13 @@ class AgentLink:
                     lives = True
             except Exception as error:
                 if not self._closed.is_set():
-                    # An error that is not ours may have come from anywhere, so that the lease may well live.
+                    # An unknown error tells nothing about the lease, which may well live.
                     _report(error, logging.INFO, "news from the agent stopped")
             if self._closed.wait(pause):
                 return
             pause = min(2 * pause, _LONGEST_PAUSE)
             if lives:
-                continue  # where the agent has gone, the next look says so
+                continue  # if the agent has gone, the next look shows it
             try:
                 self._renew(lease, time.monotonic() + _RENEW_SECONDS)
             except Exception as error:
@@ -309,7 +312,7 @@ class AgentLink:
 
 
 def _last_words(socket_path: str) -> str:
-    """Why the last agent ended, as the end of its log says; "" if it does not."""
+    """Return why the last agent ended, from the end of its log; "" if the log does not say."""
     try:
         with open(os.path.join(os.path.dirname(socket_path), "agent.log"), "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _MAX_LOG_TAIL_BYTES))
@@ -325,7 +328,7 @@ def _last_words(socket_path: str) -> str:
 
 
 def _report(error: Exception, level: int, what: str) -> None:
-    """Log an error that the caller survives: expected ones in a line, all others with their traceback."""
+    """Log an error that the caller survives: an expected one as one line, any other with its traceback."""
     if isinstance(error, FlashError):
         log.log(level, "%s: %s", what, error)
     else:

@@ -1,8 +1,8 @@
-"""One agent a memory directory: a lock that ends with its process, and a note of who holds it.
+"""Allows one agent per memory directory: a lock that ends with its process, and a note of who holds it.
 
-The lock itself is an flock on `agent.lock`: the kernel drops it when the holder exits, however it does, and keeps
-it while the holder is merely stopped. What the file says is for those who look: the pid with its start time, so
-that a note that a dead process left is told from a live one's.
+The lock itself is an flock on `agent.lock`: the kernel drops it when the holder exits, however it does, and keeps it
+while the holder is merely stopped. The file's text is for those who look: the pid with its start time, so that a dead
+process's note is told from a live one's.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ LOCK_NAME = "agent.lock"
 _MAX_NOTE_BYTES = 8192
 _MAX_SECONDS = 1e11  # since 1970; beyond that a date can't be printed
 _RETRY_SECONDS = 0.01
-# Somebody who looks may have to touch the lock for a moment; see holder().
+# A process that only looks may have to hold the lock for a moment; see holder().
 _PATIENCE_SECONDS = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """The process that holds the lock, as it says itself."""
+    """The process that holds the lock, according to its note."""
 
     owner: Owner
     version: str  # of flashckpt
@@ -45,7 +45,7 @@ class Holder:
 
     @property
     def pid(self) -> int:
-        """As the holder's own pid namespace counts."""
+        """The pid in the holder's own pid namespace."""
         return self.owner.pid
 
     def __str__(self) -> str:
@@ -54,7 +54,7 @@ class Holder:
 
 
 class AgentLock:
-    """The lock of one job's memory directory. The directory stays the caller's, and open while this is used."""
+    """The lock of one job's memory directory. The caller owns the directory and keeps it open while this is used."""
 
     def __init__(self, directory: Directory) -> None:
         self._directory = directory
@@ -70,7 +70,8 @@ class AgentLock:
         self.release()
 
     def acquire(self) -> None:
-        """Takes the lock until release() or this process's end. ConflictError, naming the holder, if another has it."""
+        """Take the lock until release() or this process's end. Raise ConflictError, naming the holder, if another has
+        it."""
         if self._fd is not None:
             raise ConflictError(f"{self._path}: this process holds the agent's lock already")
         deadline = time.monotonic() + _PATIENCE_SECONDS
@@ -90,22 +91,23 @@ class AgentLock:
             time.sleep(_RETRY_SECONDS)
 
     def release(self) -> None:
-        """May be called twice. The file stays, without a note: to remove it would race with the next one's open."""
+        """Release the lock. May be called twice. The file stays, without a note: removing it would race with the next
+        holder."""
         if self._fd is None:
             return
         with contextlib.suppress(OSError):
-            os.pwrite(self._fd, b"\n", 0)  # not cut to nothing: its page must be there for the next one's note
+            os.pwrite(self._fd, b"\n", 0)  # not cut to length 0: its page must be there for the next note
         os.close(self._fd)
         self._fd = None
 
     def is_in_force(self) -> bool:
-        """False where the file was removed or replaced: another agent could then start beside this one."""
+        """Return False if the file was removed or replaced: another agent could then start beside this one."""
         if self._fd is None:
             raise InternalError(f"{self._path}: expected to hold the agent's lock, found that it was never taken")
         return self._names(self._fd)
 
     def holder(self) -> Holder | None:
-        """Who holds the lock now; None where nobody does. Takes nothing from anybody."""
+        """Return the process that holds the lock now; None if none does. Does not take the lock."""
         try:
             fd = self._directory.open_file(None, LOCK_NAME)
         except FileNotFoundError:
@@ -116,8 +118,8 @@ class AgentLock:
                 return None
             if found.owner.pid_namespace == Owner.current().pid_namespace:
                 return found
-            # A process of another pid namespace can't be looked up: only the lock knows. A shared one does not
-            # disturb others who look, and acquire() has the patience for it.
+            # A process of another pid namespace can't be looked up: only the lock tells. A shared lock does not disturb
+            # others who look, and acquire() waits long enough for it.
             try:
                 fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -135,11 +137,11 @@ class AgentLock:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
-        # Somebody may have removed the file between open and flock: that lock would exclude nobody.
+        # The file may have been removed between open and flock: that lock would exclude nobody.
         return self._names(fd)
 
     def _names(self, fd: int) -> bool:
-        """Whether the lock's name leads to that very file."""
+        """Return True if the lock's name leads to this very file."""
         named, found = self._directory.stat(None, LOCK_NAME), os.fstat(fd)
         return named is not None and (named.st_dev, named.st_ino) == (found.st_dev, found.st_ino)
 
@@ -167,12 +169,12 @@ class AgentLock:
         }
         note = json.dumps(fields).encode() + b"\n"
         if self._directory.mount.fs_type != "hugetlbfs":
-            # Over the old one, in its page: there may be no other one left. Nobody believes half a note.
+            # Over the old note, in its page: the tmpfs may have no other one left. A reader rejects half a note.
             os.pwrite(fd, note, 0)
             os.ftruncate(fd, len(note))
             return
         os.ftruncate(fd, 0)
-        # hugetlbfs knows no write(), and its files are whole pages.
+        # hugetlbfs has no write(), and the size of its files is a multiple of its page.
         page_bytes = os.fstatvfs(fd).f_bsize
         os.posix_fallocate(fd, 0, page_bytes)  # ENOSPC here, not a SIGBUS below
         with mmap.mmap(fd, page_bytes) as page:
@@ -196,7 +198,7 @@ def _read(fd: int) -> bytes:
 
 
 def _parse(note: bytes) -> Holder | None:
-    """None for everything that no agent wrote, a note that is being written included."""
+    """Parse a note. None if it is not one that an agent has written completely."""
     line, newline, _ = note.partition(b"\n")
     try:
         fields = json.loads(line if newline else b"")
@@ -209,6 +211,6 @@ def _parse(note: bytes) -> Holder | None:
         found = Holder(owner, str(fields["version"]), str(fields["job"]), float(fields["started_at"]))
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None
-    # A pid beyond what the kernel takes would name other things than a process.
+    # A pid beyond the kernel's range would name something else than a process.
     in_range = 0 < owner.pid < 1 << 31 and 0 <= found.started_at < _MAX_SECONDS
     return found if in_range else None

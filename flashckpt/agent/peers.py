@@ -1,4 +1,4 @@
-"""The agent's side towards other nodes: what they say and bring, what is said and pushed to them."""
+"""Talks to other nodes: serves their calls, sends them messages, and pushes shards to them."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _SENDERS, _PUSHERS = 16, 8
-_MAX_UNSENT = 64  # messages that wait for one node; they are state, so that the oldest may go
-# Replicas of one node that are not complete: a node pushes two at a time, and its broken connections may leave two
-# more. Each has its whole memory from the start, and nothing says yet that it will ever be of use.
+_MAX_UNSENT = 64  # messages that wait for one node; they are state, so the oldest may be dropped
+# Incomplete replicas of one node: a node pushes two at a time, and its broken connections may leave two more. Each
+# occupies its full memory from the start, and may never be completed.
 _MAX_UNFINISHED = 4
-_MAX_SUSPENDED = 8  # half-received replicas, of all nodes, that wait for their sender to come back
+_MAX_SUSPENDED = 8  # half-received replicas, of all nodes, that wait for their sender to continue
 _SUSPENDED_SECONDS = 120.0
-_ASK_SECONDS = 2.0  # that another node may take to say which of its ranks live
+_ASK_SECONDS = 2.0  # for another node to say which of its ranks live
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,21 +80,21 @@ class _Suspended:
 
 
 class Peers:
-    """What rpc's peer server calls, and what carries pushes and messages out. Any thread."""
+    """Implements the calls of the peer server, and carries out pushes and messages. Any thread may call it."""
 
     def __init__(self, shell: Shell) -> None:
         self._shell = shell
-        self._lock = threading.Lock()  # protects what follows; never held during a call to a peer or the core
+        self._lock = threading.Lock()  # protects what follows; not held during a call to a peer or the core
         self._bundle: Bundle | None = None
         self._server: PeerServer | None = None
-        self._listening = threading.Lock()  # one change of the server at a time; taken before the other one
+        self._listening = threading.Lock()  # held while the server is changed; taken before the other lock
         self._address, self._advertised, self._port = "", "", 0
         self._clients: dict[str, tuple[str, Bundle, PeerClient]] = {}
         self._gates: dict[str, threading.Lock] = {}
         self._unsent: dict[str, collections.deque[Body]] = {}
         self._suspended: dict[tuple[ShardId, bytes], _Suspended] = {}
-        self._receiving: dict[ShardId, str] = {}  # and from which node
-        # Two pools: nodes that do not answer must not keep pushes to others waiting, nor pushes the messages.
+        self._receiving: dict[ShardId, str] = {}  # shard → the node that sends it
+        # Two pools: pushes to nodes that do not answer must not delay pushes to others, nor messages.
         self._senders = ThreadPoolExecutor(_SENDERS, thread_name_prefix="send")
         self._pushers = ThreadPoolExecutor(_PUSHERS, thread_name_prefix="push")
         mbps = shell.options.replicate_max_mbps
@@ -109,9 +109,9 @@ class Peers:
         return self._address
 
     def listen(self, bundle: Bundle, advertise: str | None, port: int) -> str:
-        """Starts the server, if it does not run yet; host:port for the other nodes.
+        """Start the server if it does not run yet; return host:port for the other nodes.
 
-        Where it runs, its credentials stay those of the launch that began: this one may still be refused.
+        A server that runs keeps the credentials of the launch that has begun: this launch may still be refused.
         """
         if not advertise:
             raise ConfigError("advertise: expected the address that other nodes reach this one by, found none")
@@ -127,7 +127,8 @@ class Peers:
         return self._address
 
     def use(self, bundle: Bundle) -> None:
-        """Other credentials, of a new launch. Connections of the one before end; pushes resume with the new ones."""
+        """Use the credentials of a new launch. Connections of the previous launch end; pushes resume with the new
+        credentials."""
         with self._listening:
             with self._lock:
                 if bundle == self._bundle:
@@ -140,14 +141,14 @@ class Peers:
                 try:
                     self._serve(bundle, self._advertised, port)
                 except ConfigError as error:
-                    _log.warning("can't listen at port %d any more: %s; taking another", port, error)
+                    _log.warning("can't listen at port %d any more: %s; using another port", port, error)
                     self._serve(bundle, self._advertised, 0)
                     self.greet()
         self._forget_strangers()
         self._shell.keep_bundle(bundle, self._address)
 
     def _forget_strangers(self) -> None:
-        """Close the connections to nodes of earlier launches: in a long life there are many of them."""
+        """Close the connections to nodes of earlier launches: over a long life there are many of them."""
         others = set(self._shell.others())
         with self._lock:
             left = [self._clients.pop(node_id)[2] for node_id in set(self._clients) - others]
@@ -155,14 +156,14 @@ class Peers:
             client.close()
 
     def greet(self) -> None:
-        """Tells all nodes where this one listens now. Those that only push to it would not hear of it otherwise."""
+        """Tell all nodes where this one listens now. Nodes that only push to it would not learn it otherwise."""
         for node_id in self._shell.others():
             self.send(node_id, Beat())
 
     def _serve(self, bundle: Bundle, advertise: str, port: int) -> None:
         options = self._shell.options
         server = PeerServer(self, bundle, options.job, options.node_id, lanes=options.lane_policy)
-        # Where all nodes are on one machine, nobody from outside should even get as far as a handshake.
+        # If all nodes are on one machine, no other machine may even begin a handshake.
         host = advertise if is_loopback(advertise) else "::"
         try:
             bound = server.start(format_address(host, port))
@@ -170,7 +171,7 @@ class Peers:
             server.close()
             raise
         with self._lock:
-            # Together: whoever connects with the credentials says hello, once, and then the address has to be known.
+            # At once: a node that connects with the credentials says hello, and then the address has to be known.
             self._server, self._bundle, self._port = server, bundle, bound
             self._address = format_address(advertise, bound)
 
@@ -178,8 +179,8 @@ class Peers:
 
     def hello(self, peer: str, hello: Hello) -> Hello:
         self._shell.check_epochs(hello.launch, hello.line)
-        launch, _ = self._shell.standing_of_session()
-        # Of this launch only: an agent that was paused for long would take its successor's place.
+        launch, _ = self._shell.session_and_line()
+        # Of this launch only: otherwise an agent that was paused for long would take its successor's place.
         if hello.address and hello.launch == launch:
             self._shell.feed(Moved(peer, hello.address))
         return self._hello()
@@ -229,7 +230,7 @@ class Peers:
         except (FlashError, OSError) as error:
             with self._lock:
                 self._receiving.pop(opening.shard, None)
-            # Shortage here is not the sender's fault, and may pass.
+            # Lack of memory here is not the sender's fault, and may pass.
             return PutRefused(f"{self._shell.options.node_id}: {error}", True, None, None)
         failpoint("after_put_open")
         return _Receiver(self, peer, opening, incoming)
@@ -240,12 +241,12 @@ class Peers:
         return open_get(self._shell, peer, opening)
 
     def _why_stranger(self, peer: str, launch: Launch) -> str:
-        """Why a node may not speak in the name of the launch that this one works for; "" = it may.
+        """Return why a node may not speak in the name of the launch that this one works for; "" = it may.
 
-        Before the core hears of it, which learns lines from everybody: it is for nodes of newer launches, which may
-        be others, that it does.
+        Called before the core gets the message. The core learns lines from everybody, because the members of a newer
+        launch may be other nodes.
         """
-        mine, _ = self._shell.standing_of_session()
+        mine, _ = self._shell.session_and_line()
         if mine != launch:
             return ""
         try:
@@ -258,7 +259,7 @@ class Peers:
         try:
             return self._claim(opening)
         except NoSpaceError:
-            # What is half here and perhaps never comes to its end makes room for what is on its way.
+            # Half-received replicas, which may never be completed, make room for one that is being sent.
             if not self._give_up(lambda _: True):
                 raise
             return self._claim(opening)
@@ -276,7 +277,7 @@ class Peers:
         )
 
     def received(self, peer: str, opening: PutOpen, incoming: Incoming) -> bytes:
-        """The last chunk is here: seals it, and says what the sender may count on."""
+        """Seal a replica whose last chunk has arrived. Return the digest to acknowledge."""
         held = incoming.finish()
         with self._lock:
             self._receiving.pop(opening.shard, None)
@@ -284,7 +285,7 @@ class Peers:
         failpoint("before_ack")
         effects = self._shell.feed(Received(peer, opening.launch, held))
         if not any(isinstance(effect, Acknowledge) for effect in effects):
-            raise FencedError(f"{held.shard}: nobody needs it any more")
+            raise FencedError(f"{held.shard}: not needed any more: a record, a line or a newer launch came meanwhile")
         failpoint("after_ack")
         return held.digest
 
@@ -299,7 +300,7 @@ class Peers:
         _abandon_all(surplus)
 
     def _take_surplus(self, peer: str | None, most: int) -> list[_Suspended]:
-        """The oldest ones beyond `most`, of one node or of all. Under the lock."""
+        """Remove and return the oldest ones beyond `most`, of one node or of all. The caller holds the lock."""
         mine = [(key, one) for key, one in self._suspended.items() if peer is None or one.peer == peer]
         mine.sort(key=lambda item: item[1].since)
         return [self._suspended.pop(key) for key, _ in mine[: max(0, len(mine) - most)]]
@@ -310,12 +311,13 @@ class Peers:
         _abandon(incoming)
 
     def drop_old(self) -> None:
-        """Gives up what was half received and nobody came back for, needs, or has room for."""
+        """Give up half-received replicas that were not continued in time, are not needed, or take room that saves
+        need."""
         with self._lock:
             waiting = sum(one.incoming.size_bytes for one in self._suspended.values())
         if not waiting:
             return
-        # They stay only where as much again is free: a save must not fail for the sake of half a replica.
+        # They stay only if as much again is free: a save must not fail because of half a replica.
         is_short = check_room(waiting, self._shell.store.status().room) is not None
         limit = time.monotonic() - _SUSPENDED_SECONDS
         newest, _ = self._shell.current()
@@ -336,7 +338,7 @@ class Peers:
         self._give_up(is_needless)
 
     def _give_up(self, wanted: Callable[[_Suspended], bool]) -> bool:
-        """Of the half-received replicas; whether there was any."""
+        """Give up half-received replicas. Return False if there was none."""
         with self._lock:
             keys = [key for key, one in self._suspended.items() if wanted(one)]
             found = [self._suspended.pop(key) for key in keys]
@@ -346,7 +348,7 @@ class Peers:
     # --- what is said and pushed to them --------------------------------------------------------------------
 
     def send(self, node_id: str, body: Body) -> None:
-        """In the background, in order for each node."""
+        """Send a message in the background, in order per node."""
         with self._lock:
             if self._closed:
                 return
@@ -368,7 +370,7 @@ class Peers:
                     return
                 body = waiting.popleft()
             try:
-                launch, line = self._shell.standing_of_session()
+                launch, line = self._shell.session_and_line()
                 if launch is None:
                     continue
                 client = self.client(node_id)
@@ -380,7 +382,7 @@ class Peers:
             except FlashError as error:
                 self._shell.feed(Unreachable(node_id, error.message))
             except Exception:
-                _log.exception("telling %s failed", node_id)
+                _log.exception("sending messages to %s failed unexpectedly; they are sent again", node_id)
                 self._shell.feed(Unreachable(node_id, "internal error; see the log"))
 
     def push(self, held: Held, node_id: str, *, heals: bool = False) -> None:
@@ -401,18 +403,18 @@ class Peers:
         except FlashError as error:
             event = Pushed(held.shard, node_id, PushEnd.FAILED, reason=error.message)
         except Exception as error:
-            _log.exception("pushing %s to %s failed", held.shard, node_id)
+            _log.exception("pushing %s to %s failed unexpectedly; it is tried again", held.shard, node_id)
             event = Pushed(held.shard, node_id, PushEnd.FAILED, reason=repr(error))
         with self._lock:
             self._running -= 1
         if event.end is not PushEnd.ACKED:
             _log.info("push of %s to %s: %s: %s", held.shard, node_id, event.end.name.lower(), event.reason)
         elif heals:
-            _log.info("%s is on %s, too: a copy was missing", held.shard, node_id)
+            _log.info("healed: a missing copy of %s is on %s now", held.shard, node_id)
         self._shell.feed(event)
 
     def _push_once(self, held: Held, node_id: str) -> Pushed:
-        launch, line = self._shell.standing_of_session()
+        launch, line = self._shell.session_and_line()
         if launch is None:
             raise FencedError("this node has no launch")
         client = self.client(node_id)
@@ -431,13 +433,14 @@ class Peers:
             result = client.put(opening, outgoing, self._throttle)
         failpoint("after_push")
         if result.end is PutEnd.REFUSED:
-            self._shell.check_epochs(result.launch, result.line)  # here, where it ends the push as a failed one
+            self._shell.check_epochs(result.launch, result.line)  # here, where it counts as a failure of the push
             end = PushEnd.LATER if result.retry else PushEnd.REFUSED
             return Pushed(held.shard, node_id, end, reason=result.reason, launch=result.launch, line=result.line)
         return Pushed(held.shard, node_id, PushEnd.ACKED, digest=result.digest)
 
     def client(self, node_id: str) -> PeerClient:
-        """Sure to be that node's. It connects by itself, and again when the node comes back at the same address."""
+        """Return a client that is sure to reach that node. It connects by itself, and again when the node is back at
+        its address."""
         address = self._shell.address_of(node_id)
         with self._lock:
             bundle = self._bundle
@@ -459,11 +462,11 @@ class Peers:
             with self._lock:
                 self._clients[node_id] = (address, bundle, client)
         if known is not None:
-            known[2].close()  # of an earlier launch, or an address where the node is no more
+            known[2].close()  # of an earlier launch, or for an address that the node has left
         return client
 
     def trainers(self) -> list[TrainerState]:
-        """Ask all other nodes of the launch for their ranks. Nodes that do not answer soon are left out."""
+        """Ask all other nodes of the launch for their ranks. Nodes that do not answer in time are left out."""
         asked = [self._senders.submit(self._trainers_of, node_id) for node_id in self._shell.others()]
         concurrent.futures.wait(asked, _ASK_SECONDS)
         return [one for answer in asked if answer.done() for one in answer.result()]
@@ -480,7 +483,7 @@ class Peers:
 
     @property
     def running(self) -> int:
-        """Pushes under way."""
+        """The number of pushes under way."""
         return self._running
 
     def close(self) -> None:
@@ -498,7 +501,7 @@ class Peers:
 
 
 class _Receiver:
-    """One replica on its way in. Exactly one of finish, suspend and fail ends it."""
+    """One replica that is being received. Exactly one of finish, suspend and fail ends it."""
 
     def __init__(self, peers: Peers, peer: str, opening: PutOpen, incoming: Incoming) -> None:
         self._peers = peers
@@ -526,12 +529,13 @@ class _Receiver:
         self._peers.suspended(self._peer, self._opening, self._incoming)
 
     def fail(self, error: Exception) -> None:
-        _log.warning("%s from %r: %s", self._opening.shard, self._peer, error)
+        _log.warning("the replica of %s from node %r was refused: %s", self._opening.shard, self._peer, error)
         self._peers.failed(self._opening, self._incoming)
 
 
 def own_ranks(told: Sequence[TrainerState], ranks: Sequence[int]) -> tuple[TrainerState, ...]:
-    """Return what a node may say: it speaks for its own ranks, and nobody else may call a rank dead."""
+    """Return the part of what a node told that counts: it speaks for its own ranks, and nobody else may call a rank
+    dead."""
     return tuple(one for one in told if one.rank in ranks)
 
 

@@ -1,4 +1,4 @@
-"""The agent as a process: its options, how it detaches, its log, its signals, and when it ends by itself."""
+"""Runs the agent as a process: its options, how it detaches, its log, its signals, and when it ends by itself."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 LOG_NAME = "agent.log"
 SOCKET_NAME = "agent.sock"
 _OLD_LOG_NAME = "agent.log.1"
-_MAX_LOG_BYTES = 1 << 20  # it lies on the tmpfs: memory
+_MAX_LOG_BYTES = 1 << 20  # the log lies on the tmpfs: it takes memory
 _MAX_LINE_BYTES = 16 << 10
 _LINE = "%(asctime)s.%(msecs)03d %(levelname)s %(message)s"
 
@@ -45,12 +45,12 @@ _SECONDS = ("linger", "beat_interval", "peer_timeout", "scrub_interval", "drain_
 _MAX_REASON_BYTES = 4096  # fit into a pipe that nobody reads yet
 
 _log = logging.getLogger(__name__)
-_starter: int | None = None  # where whoever starts a detached agent reads why it does not run
+_starter: int | None = None  # descriptor from which the starter of a detached agent reads why it does not run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What an agent is told when it starts. Everything else it learns from trainers and peers."""
+    """The settings that an agent is given when it starts. It learns everything else from trainers and peers."""
 
     job: str
     memory_dir: str
@@ -60,34 +60,34 @@ class Options:
     """Seconds without a trainer after which it exits by itself; 0: never."""
 
     budget_bytes: int | None = None
-    """Most bytes of all slots of the job on this node, replicas included; None: what tmpfs and cgroup allow."""
+    """Most bytes of all slots of the job on this node, replicas included; None: as many as tmpfs and cgroup allow."""
 
     replicate_max_mbps: float | None = None
-    """Most megabits a second that it sends to all peers together; None: no limit."""
+    """Most megabits per second that it sends to all peers together; None: no limit."""
 
     transport: str = "auto"
-    """How shards go to other nodes and come from them: by lanes ("tcp"), by calls ("grpc"), by whichever works."""
+    """How shards are sent between nodes: by lanes ("tcp"), by calls ("grpc"), or by whichever works ("auto")."""
 
     lanes: int | None = None
-    """Connections of one transfer; None: by the number of cores."""
+    """Connections per transfer; None: by the number of cores."""
 
     encrypt_data: int = 0
     """1: lanes use TLS."""
 
     nice: int = 10
-    """Added to the niceness it inherits: training comes first."""
+    """Added to the niceness it inherits, so that training comes first."""
 
     beat_interval: float = 1.0
     """Seconds between two signs of life to each peer."""
 
     peer_timeout: float = 10.0
-    """Seconds of silence after which a peer is shown as down, and a call to it is given up."""
+    """Seconds of silence after which a peer counts as down, and a call to it fails."""
 
     scrub_interval: float = 600.0
-    """Seconds between two passes that verify everything it holds."""
+    """Seconds between two passes that verify all shards it holds."""
 
     drain_timeout: float = 10.0
-    """Seconds that running pushes get to finish when it is told to stop."""
+    """Seconds that running pushes have to finish when the agent is told to stop."""
 
     def __post_init__(self) -> None:
         for name in ("job", "memory_dir", "node_id"):
@@ -103,7 +103,7 @@ class Options:
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise ConfigError(f"{name}: expected a number above 0 or None, found {value!r}")
-        _ = self.lane_policy  # which checks them
+        _ = self.lane_policy  # raises if one of them is wrong
         if not 0 <= self.nice <= 19:
             raise ConfigError(f"nice: expected 0 to 19, found {self.nice!r}")
         if self.peer_timeout <= self.beat_interval:
@@ -113,11 +113,11 @@ class Options:
 
     @property
     def lane_policy(self) -> LanePolicy:
-        usual = usual_count(os.cpu_count() or 1)  # not those it is bound to: then its trainers are bound as well
+        usual = usual_count(os.cpu_count() or 1)  # not the number it is bound to: its trainers would be bound as well
         return LanePolicy(self.transport, bool(self.encrypt_data), usual if self.lanes is None else self.lanes)
 
     def arguments(self) -> list[str]:
-        """The command line that parses to these options. Nothing in it is secret: everybody may read it."""
+        """The command line that parses to these options. Nothing in it is secret: every user may read it."""
         found = []
         for field in fields(self):
             value = getattr(self, field.name)
@@ -127,7 +127,7 @@ class Options:
 
 
 def parse(argv: Sequence[str]) -> tuple[Options, bool, float]:
-    """The options, whether to detach, and how long the start may take then."""
+    """Parse a command line into the options, whether to detach, and how long the start may take then."""
     parser = argparse.ArgumentParser(prog="flashckpt.agent", allow_abbrev=False)
     run_parser = parser.add_subparsers(dest="command", required=True).add_parser("run", allow_abbrev=False)
     kinds: dict[str, Callable[[str], Any]] = dict.fromkeys(("budget_bytes", "nice", "lanes", "encrypt_data"), int)
@@ -148,7 +148,7 @@ def parse(argv: Sequence[str]) -> tuple[Options, bool, float]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """`python -m flashckpt.agent`; what starts an agent uses this, people use `flashckpt agent`."""
+    """Run `python -m flashckpt.agent`. Programs that start an agent use this; people use `flashckpt agent`."""
     try:
         options, daemon, start_timeout = parse(argv)
     except ConfigError as error:
@@ -160,15 +160,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(options: Options, *, ready: Callable[[], None] = lambda: None, daemon: bool = False) -> int:
-    """The whole life of an agent. `ready` is called once it answers. Returns the exit code."""
+    """Run the agent from start to end. `ready` is called once it answers. Returns the exit code."""
     os.umask(0o077)
     os.chdir("/")
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the starter's, which may have been anything
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the mask inherited from the starter may have been anything
     _log_to(logging.StreamHandler())
     try:
         directory = open_directory(options.memory_dir, options.job)
         try:
-            if daemon:  # until here its starter says where stderr goes
+            if daemon:  # until here the starter decides where stderr goes
                 _log_to(_LogFile(directory))
             with AgentLock(directory) as lock:
                 return _run_locked(options, directory, lock, ready)
@@ -187,7 +187,7 @@ def run(options: Options, *, ready: Callable[[], None] = lambda: None, daemon: b
 
 
 def _tell_starter(reason: str, *, daemon: bool) -> None:
-    """The log may have no room for it."""
+    """Write the reason to the starter: the log may have no room for it."""
     if daemon and _starter is not None:
         with contextlib.suppress(OSError):
             os.write(_starter, reason.encode("utf-8", "backslashreplace")[:_MAX_REASON_BYTES])
@@ -198,14 +198,14 @@ def _run_locked(options: Options, directory: Directory, lock: AgentLock, ready: 
     _handle_signals(stop)
     _keep_buffers()
     _make_harmless()
-    # Before grpc is imported, which the shell does; and that after detaching: what it starts survives no fork.
+    # Before grpc is imported, which the shell does; and that after detaching: grpc's threads survive no fork.
     prepare()
     from flashckpt.agent.helper import Starter
     from flashckpt.agent.shell import Shell
     from flashckpt.store.slots import SlotStore
 
-    # After the imports, so that a busy node does not delay the start, and before the first thread: niceness belongs
-    # to a thread, and is inherited by those that it starts.
+    # After the imports, so that niceness does not delay the start on a busy node; before the first thread, because
+    # niceness belongs to a thread and is inherited by those that it starts.
     starter = Starter()
     os.nice(options.nice)
     with SlotStore.open(options.memory_dir, options.job, budget_bytes=options.budget_bytes) as store:
@@ -226,7 +226,7 @@ def _run_locked(options: Options, directory: Directory, lock: AgentLock, ready: 
             )
             watcher.start()
             shell.serve_until(stop)
-            # Whoever made it stop, the watcher has nothing to do any more.
+            # Whatever stopped the agent, the watcher is not needed any more.
             stop.set()
             _log.info("draining, for at most %g s", shell.drain_seconds)
             shell.drain()
@@ -238,13 +238,13 @@ def _run_locked(options: Options, directory: Directory, lock: AgentLock, ready: 
 
 
 def _watch(shell: Shell, linger: float, directory: Directory, lock: AgentLock, stop: threading.Event) -> None:
-    """Ends an agent that nobody needs, and one whose memory is not there any more."""
+    """Stop an agent that nobody needs, and one whose memory directory is gone."""
     while not stop.wait(_WATCH_SECONDS):
         try:
             _rotate_log(directory)
             reason = _why_end(shell, linger, directory, lock)
         except Exception:
-            _log.exception("looking after the agent itself failed; trying again")
+            _log.exception("the check whether this agent is still needed failed; trying again")
             continue
         if reason is not None:
             _log.warning("stopping: %s", reason)
@@ -259,7 +259,7 @@ def _why_end(shell: Shell, linger: float, directory: Directory, lock: AgentLock)
     except FlashError as error:
         return str(error)
     except OSError as error:
-        if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):  # those say nothing about the directory
+        if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):  # these say nothing about the directory
             return str(error)
     idle = shell.idle_seconds()
     if linger and idle is not None and idle >= linger:
@@ -267,7 +267,7 @@ def _why_end(shell: Shell, linger: float, directory: Directory, lock: AgentLock)
     return None
 
 
-# -- what the process is to others -----------------------------------------------------------------------
+# --- signals, memory, other processes -------------------------------------------------------------------
 
 
 def _handle_signals(stop: threading.Event) -> None:
@@ -276,8 +276,8 @@ def _handle_signals(stop: threading.Event) -> None:
     def terminate(number: int, _: object) -> None:
         nonlocal asked
         if asked:
-            os._exit(128 + number)  # twice: at once. What is sealed stays, as after a crash.
-        asked = True  # not the same as `stop`: it may be draining for another reason, and gets its time then too
+            os._exit(128 + number)  # the second signal: end at once. What is sealed stays, as after a crash.
+        asked = True  # not the same as `stop`: an agent that drains for another reason still has its time
         stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -287,8 +287,11 @@ def _handle_signals(stop: threading.Event) -> None:
 
 
 def _keep_buffers() -> None:
-    """Messages of a push are a mebibyte each; by default glibc gives each one back to the kernel, and faulting it in
-    again is a sixth of an agent's work. Few arenas, so that what is kept stays small. Elsewhere nothing happens."""
+    """Keep freed memory in the process. Elsewhere than on glibc nothing happens.
+
+    Messages of a push are a mebibyte each; by default glibc returns each one to the kernel, and faulting it in again is
+    a sixth of an agent's work. Few arenas, so that what is kept stays small.
+    """
     import ctypes
 
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -298,9 +301,10 @@ def _keep_buffers() -> None:
 
 
 def _make_harmless() -> None:
-    """What this process holds (keys, weights) is in no core file and for no debugger."""
-    # Without the agent a node's checkpoints are there, but unreplicated. Lowering it takes a privilege. Before the
-    # process is made undumpable: afterwards the file belongs to root.
+    """Keep this process's memory (keys, weights) out of core files and debuggers, and the process from the OOM
+    killer."""
+    # Without the agent a node's checkpoints exist, but unreplicated. Lowering the score needs a privilege. It is done
+    # before the process is made undumpable: afterwards the file belongs to root.
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
         file.write(_OOM_SCORE_ADJUST)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -311,10 +315,10 @@ def _make_harmless() -> None:
 
 
 def detach(target: Callable[[Callable[[], None]], int], timeout: float) -> int:
-    """Runs `target(ready)` in a process of its own session that no group kill of the starter reaches.
+    """Run `target(ready)` in a process of its own session that no group kill of the starter reaches.
 
-    Returns in the caller, which has to be single-threaded: 0 as soon as target called ready(), else the exit code
-    with which it failed before. Forks twice, so that the process is nobody's child and never gets a terminal.
+    Returns in the caller, which has to be single-threaded: 0 as soon as target called ready(), else the exit code with
+    which it failed before. Forks twice, so that the process is nobody's child and never gets a terminal.
     """
     os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     reader, writer = os.pipe()
@@ -332,8 +336,8 @@ def detach(target: Callable[[Callable[[], None]], int], timeout: float) -> int:
         else:
             code = OK
     finally:
-        # Without the interpreter's own end: threads of gRPC may be in the middle of something, and two processes
-        # would run the same exit handlers.
+        # Not through the interpreter's exit: threads of gRPC may still run, and two processes would run the same exit
+        # handlers.
         os._exit(code)
 
 
@@ -352,10 +356,10 @@ def _be_detached(target: Callable[[Callable[[], None]], int], writer: int | None
             os.close(_starter)
             _starter = None
         if writer is not None:
-            with contextlib.suppress(BrokenPipeError):  # nobody waits any more
+            with contextlib.suppress(BrokenPipeError):  # the starter waits no longer
                 os.write(writer, bytes([code]))
             os.close(writer)
-            writer = None  # the number is somebody else's now
+            writer = None  # the number may belong to another file now
 
     try:
         code = target(lambda: report(OK))
@@ -380,7 +384,7 @@ def _await_report(reader: int, timeout: float) -> int:
 
 
 def open_log(directory: Directory) -> int:
-    """A descriptor that appends to the job's agent.log; of /dev/null where the filesystem can't take text."""
+    """Return a descriptor that appends to the job's agent.log; of /dev/null if the filesystem can't store text."""
     if directory.mount.fs_type == "hugetlbfs":
         return os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     try:
@@ -394,7 +398,7 @@ def open_log(directory: Directory) -> int:
 
 
 def read_log_tail(directory: Directory, lines: int, start_bytes: int = 0) -> str:
-    """The last lines that were written behind `start_bytes`."""
+    """Return the last lines that were written after `start_bytes`."""
     try:
         fd = directory.open_file(None, LOG_NAME)
     except (FlashError, OSError):
@@ -409,7 +413,7 @@ def read_log_tail(directory: Directory, lines: int, start_bytes: int = 0) -> str
 
 
 class _LogFile(logging.Handler):
-    """stdout and stderr of the process and its log are one file, so that what libraries print is in it too."""
+    """Writes the log where stdout and stderr go, so that output of libraries is in it too."""
 
     def __init__(self, directory: Directory) -> None:
         super().__init__()
@@ -424,7 +428,10 @@ class _LogFile(logging.Handler):
 
 
 def _rotate_log(directory: Directory) -> None:
-    """Keeps one old file. Only where stderr is the log: an agent in the foreground has none."""
+    """Rename the log if it is too large, and keep one old file.
+
+    Only if stderr is the log: an agent in the foreground has none.
+    """
     with contextlib.suppress(FlashError, OSError):
         mine, named = os.fstat(2), directory.stat(None, LOG_NAME)
         if mine.st_size < _MAX_LOG_BYTES or named is None or named.st_ino != mine.st_ino:

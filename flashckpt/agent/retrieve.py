@@ -1,10 +1,10 @@
 """Fetches from other nodes what this node lacks for a load.
 
-Each shard begins with its head, from whichever of its holders gives it; then its portions come in parallel, each from
-its first source that can give it, and the rest of it from the next one where that fails. What is fetched in part goes
-when the caller ends the call, for whatever reason; what is whole stays.
+Each shard begins with its head, from the first holder that provides it. Then its portions are fetched in parallel, each
+from its first source that can provide it, and the rest of it from the next one if that fails. When the caller ends the
+call, for whatever reason, parts of shards are removed; complete ones stay.
 
-Failpoints: `before_retrieve` · `mid_retrieve`, `before_fetched_seal` (move/gathering.py) · `after_retrieve` (all
+Failpoints: `before_retrieve` · `mid_retrieve`, `before_fetched_seal` (move/gathering.py) · `after_retrieve` (everything
 is here, the trainer does not know yet).
 """
 
@@ -49,13 +49,13 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_WORKERS = 8  # of one retrieval; what other nodes let one node read at a time
-_MAX_RUNNING = 4  # one load of a node, and what is left of those before it
+_WORKERS = 8  # per retrieval: the number of reads that other nodes allow one node at a time
+_MAX_RUNNING = 4  # one load of a node, and what is left of earlier ones
 _NEWS_SECONDS = 0.1
 
 
 class Retrieves:
-    """All that run in one agent. Any thread."""
+    """All retrievals that run in one agent. Any thread may call it."""
 
     def __init__(self, shell: Shell) -> None:
         self._shell = shell
@@ -64,13 +64,13 @@ class Retrieves:
         self._closed = False
 
     def run(self, retrievals: Sequence[Retrieval], timeout: float) -> Iterator[RetrieveNews | None]:
-        """As AgentApi.retrieve."""
+        """Implements AgentApi.retrieve."""
         run = _Run(self._shell, retrievals, timeout)
         with self._lock:
             if self._closed:
                 raise ClosedError("the agent is about to end")
             if len(self._running) >= _MAX_RUNNING:
-                raise BusyError(f"expected at most {_MAX_RUNNING} loads of a node at a time, found one more")
+                raise BusyError(f"expected at most {_MAX_RUNNING} loads per node at a time, found one more")
             self._running.add(run)
         try:
             yield from run.news()
@@ -89,16 +89,16 @@ class Retrieves:
 
 @dataclass(eq=False, slots=True)
 class _Shard:
-    """One that is under way. Only the run's own thread changes it."""
+    """One shard that is being retrieved. Only the run's own thread changes it."""
 
     retrieval: Retrieval
     gathering: Gathering
     portions: tuple[Portion, ...]
-    left: int = field(default=0)  # portions that are not here yet
+    left: int = field(default=0)  # number of portions that are not here yet
 
 
 class _Run:
-    """One call. Its own thread keeps the books; workers fetch."""
+    """One retrieve call. Its own thread keeps the state; workers fetch."""
 
     def __init__(self, shell: Shell, retrievals: Sequence[Retrieval], timeout: float) -> None:
         self.stop = threading.Event()
@@ -115,13 +115,13 @@ class _Run:
         self._done_bytes = self._total_bytes = 0
 
     def news(self) -> Iterator[RetrieveNews | None]:
-        # At once: from here on the caller knows that its request was taken.
+        # At once: it shows the caller that its request was accepted.
         yield self._progress()
         failpoint("before_retrieve")
-        if self._shell.standing_of_session()[0] is None:
+        if self._shell.session_and_line()[0] is None:
             raise FencedError(f"{self._shell.options.node_id} works for no launch, or a newer one has begun elsewhere")
-        # A copy that a trainer found bad and set aside is asked for because of that: it must not count as held.
-        self._shell.look_around()
+        # A copy that a trainer found damaged and set aside is asked for because of that: it must not count as held.
+        self._shell.rescan()
         for one in self._retrievals:
             self._start(one)
         told_at = 0.0
@@ -132,7 +132,7 @@ class _Run:
             )
             problems = self._settle(done)
             if problems:
-                self.end()  # before it is told, so that nothing is left when the caller hears of it
+                self.end()  # before the caller is told, so that nothing is left when it hears of it
                 yield RetrieveFailed(tuple(problems))
                 return
             if time.monotonic() - told_at >= _NEWS_SECONDS:
@@ -144,12 +144,12 @@ class _Run:
         failpoint("after_retrieve")
         yield last
         yield Retrieved(tuple((one.shard, self._places[one.shard]) for one in self._retrievals))
-        # IMPORTANT: the files of what was fetched in part live exactly as long as this call.
+        # IMPORTANT: the files of shards that were fetched in part live exactly as long as this call.
         while not self.stop.wait(_NEWS_SECONDS):
             yield None
 
     def end(self) -> None:
-        """Whatever happened: nothing is left but whole shards. Workers notice with their next chunk."""
+        """Remove all shards that are not complete, whatever happened. Workers notice with their next chunk."""
         self.stop.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
         with self._lock:
@@ -158,13 +158,13 @@ class _Run:
             with contextlib.suppress(FlashError, OSError):
                 one.abandon()
 
-    # --- the books ------------------------------------------------------------------------------------------
+    # --- the state ------------------------------------------------------------------------------------------
 
     def _submit(self, work: Callable[[], None], then: Callable[[], None]) -> None:
         self._pending[self._pool.submit(work)] = then
 
     def _settle(self, done: set[Future[None]]) -> list[ShardProblem]:
-        """Goes on where something has ended well; the problems of what has not."""
+        """Continue with what has succeeded. Return the problems of what has not."""
         problems = []
         for future in done:
             then = self._pending.pop(future)
@@ -203,7 +203,7 @@ class _Run:
         raise DeadlineError(
             f"expected {len(self._retrievals)} shards within {self._timeout:g} s, found {len(lacking)} lacking: "
             f"{'; '.join(lacking[:4])}",
-            hint="raise start_timeout where the network is slow; the agent's log says who was asked",
+            hint="raise start_timeout if the network is slow; the agent's log says which nodes were asked",
         )
 
     def _progress(self) -> RetrieveProgress:
@@ -213,7 +213,7 @@ class _Run:
     # --- workers --------------------------------------------------------------------------------------------
 
     def _begin(self, retrieval: Retrieval) -> _Shard:
-        """Room, and the head."""
+        """Make room for a shard and fetch its head."""
         here = self._shell.held(retrieval.shard)
         if here is not None and here.digest != retrieval.digest:
             reason = f"another content lies here under that name: {here.digest.hex()}"
@@ -226,7 +226,7 @@ class _Run:
         )
         with self._lock:
             self._gatherings.append(gathering)
-        if self.stop.is_set():  # end() may have come before
+        if self.stop.is_set():  # end() may have been called before
             gathering.abandon()
         self._fetching.head(gathering, (node for portion in retrieval.portions for node in portion.sources))
         portions = split(retrieval, gathering.chunks)
@@ -234,7 +234,7 @@ class _Run:
             wanted_bytes = gathering.want(one for portion in portions for one in portion.ranges)
         except NoSpaceError:
             raise
-        except FlashError as error:  # a plan that does not fit the shard
+        except FlashError as error:  # the plan does not fit the shard
             raise NoSourceError(retrieval.shard, (("", error.message),)) from error
         with self._lock:
             self._total_bytes += gathering.head_bytes + wanted_bytes
@@ -251,7 +251,7 @@ class _Run:
             self._shell.note_sealed(retrieval.shard)
             held = Held(retrieval.shard, retrieval.digest, retrieval.size_bytes, retrieval.tag)
             if not any(isinstance(effect, Acknowledge) for effect in self._shell.feed(Fetched(held))):
-                raise NoSourceError(retrieval.shard, (("", "a newer line has killed it meanwhile"),))
+                raise NoSourceError(retrieval.shard, (("", "a newer line has abandoned it meanwhile"),))
         self._places[retrieval.shard] = name
 
     def _ask(
@@ -263,12 +263,12 @@ class _Run:
         taker: Taker,
         timeout: float,
     ) -> GetRefused | None:
-        launch, line = self._shell.standing_of_session()
+        launch, line = self._shell.session_and_line()
         if launch is None:
             raise ClosedError("a newer launch has begun elsewhere")
         try:
             client = self._shell.peers.client(node_id)
-        except ClosedError as error:  # no credentials
+        except ClosedError as error:  # there are no credentials
             raise PeerError(error.message, peer=node_id) from error
         get = GetOpen(self._shell.options.node_id, launch, line, shard, digest, not ranges, ranges)
         return client.get(get, taker, timeout)
@@ -279,10 +279,10 @@ class _Run:
 
 
 def split(retrieval: Retrieval, chunks: int) -> tuple[Portion, ...]:
-    """The portions of a retrieval, now that the number of chunks is known. Pure.
+    """Return the portions of a retrieval, now that the number of chunks is known. Pure.
 
-    Of a whole shard that is all of them, whatever the plan says: it may have been made without the head. What is
-    beyond the last chunk goes, and what no portion has goes to the last one.
+    For a complete shard they cover all chunks, whatever the plan says: it may have been made without the head. Chunks
+    beyond the last one are dropped, and chunks in no portion are added to the last one.
     """
     if not retrieval.whole:
         return retrieval.portions

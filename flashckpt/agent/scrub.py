@@ -1,4 +1,4 @@
-"""Looks for rot in what is held, slowly: a bad copy has to be found while there is a good one."""
+"""Verifies held shards, slowly: a damaged copy has to be found while there is a good one."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_SLICE_BYTES = 16 << 20  # a step: a few milliseconds
+_SLICE_BYTES = 16 << 20  # per step: a few milliseconds
 
 
 class Scrubber:
-    """Goes through all shards once every `interval` seconds, a slice at each step."""
+    """Verifies all shards once every `interval` seconds, a slice per step."""
 
     def __init__(
         self, open_shard: Callable[[ShardId], ServedShard], interval: float, on_passed: Callable[[ShardId], None]
     ) -> None:
-        """`on_passed` hears of each shard of which every chunk was right."""
+        """`on_passed` is called for each shard of which every chunk was right."""
         self._open_shard = open_shard
         self._interval = interval
         self._on_passed = on_passed
@@ -36,7 +36,7 @@ class Scrubber:
         self.found = 0
 
     def step(self, shards: Iterable[ShardId], now: float) -> tuple[ShardId, str] | None:
-        """Verifies a slice. What it returns is rotten, with the reason."""
+        """Verify a slice. Return the shard with the reason if it is damaged."""
         if self._next_pass is None:
             self._next_pass = now + self._interval
         if self._reading is None and not self._todo:
@@ -72,7 +72,8 @@ class Scrubber:
             for index in range(chunk, end):
                 outgoing.read_chunk(index)
         except CorruptShardError as error:
-            # Released and written anew while it was read? Then its name is gone, and it is nobody's rot.
+            # If the shard was released and its slot written anew during the read, its name is gone, and it is not
+            # damaged.
             if self._still_there(shard):
                 self.found += 1
                 problem = shard, error.message

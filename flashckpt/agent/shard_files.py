@@ -1,6 +1,6 @@
-"""The files behind the shards that an agent holds: found, opened, verified, released, set aside.
+"""Finds, opens, verifies, releases and sets aside the files of the shards that an agent holds.
 
-Failpoints: `mid_adopt` (after each shard that is taken over at a start) · `before_gc` (before a shard is released).
+Failpoints: `mid_adopt` (after each shard that is adopted at a start) · `before_gc` (before a shard is released).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_MAX_DAMAGED = 64  # that are remembered
+_MAX_DAMAGED = 64  # number of them that are remembered
 
 
 class ServedShard(Outgoing):
-    """A shard of this node that is being read. Owns its descriptor."""
+    """A shard of this node that is being read. It owns its descriptor."""
 
     def __init__(self, fd: int, shard: ShardId, job: str, open_window: Callable[[], Window | None]) -> None:
         try:
@@ -45,25 +45,25 @@ class ServedShard(Outgoing):
 
 
 class ShardFiles:
-    """Of one store. Whoever releases, sets aside or asks for `verified` does so one at a time."""
+    """The shard files of one store. Only one thread at a time may release, set aside or ask for `verified`."""
 
     def __init__(self, store: SlotStore, job: str) -> None:
         self._store = store
         self._job = job
         self._files: dict[ShardId, Sealed] = {}
-        self._verified: set[Sealed] = set()  # of _files: every chunk, by this very agent
-        self._damaged: dict[ShardId, str] = {}  # set aside by this very agent, with the reason; oldest first
-        self.set_aside: set[ShardId] = set()  # found bad by adopt_all()
+        self._verified: set[Sealed] = set()  # of _files: this agent has checked every chunk
+        self._damaged: dict[ShardId, str] = {}  # set aside by this agent, with the reason; oldest first
+        self.set_aside: set[ShardId] = set()  # found damaged by adopt_all()
 
-    # --- coming ---------------------------------------------------------------------------------------------
+    # --- finding --------------------------------------------------------------------------------------------
 
     def hold(self, shard: ShardId) -> Held | None:
-        """Reads what lies sealed under that name; None where there is none, or it is bad."""
+        """Return the shard that lies sealed under that name; None if there is none, or it is damaged."""
         sealed = self._store.find(shard)
         return None if sealed is None else self.adopt(sealed)
 
     def adopt(self, sealed: Sealed) -> Held | None:
-        """Takes it for this agent's; None where it is gone, or bad and thereby set aside."""
+        """Add a sealed shard; None if it is gone, or was damaged and is now set aside."""
         try:
             fd = self._store.open_shard(sealed)
         except NotFoundError:
@@ -80,21 +80,21 @@ class ShardFiles:
         return held
 
     def adopt_all(self) -> Iterator[Held]:
-        """Whatever lies there."""
+        """Add all sealed shards in the directory."""
         for sealed in self._store.scan():
             held = self.adopt(sealed)
             failpoint("mid_adopt")
             if held is not None:
                 yield held
-            elif sealed.shard in self._damaged:  # else somebody took it away
+            elif sealed.shard in self._damaged:  # otherwise another process took it away
                 self.set_aside.add(sealed.shard)
 
     def note_sealed(self, shard: ShardId) -> None:
-        """A replica was verified and sealed by this very process."""
+        """Note that this process has verified and sealed a replica."""
         sealed = self._store.find(shard)
         if sealed is not None:
             self._enter(sealed)
-            if sealed.writer == Owner.current():  # else a trainer's, which came first
+            if sealed.writer == Owner.current():  # otherwise a trainer sealed it first
                 self._verified.add(sealed)
 
     def note_verified(self, shard: ShardId) -> None:
@@ -102,10 +102,10 @@ class ShardFiles:
         if sealed is not None:
             self._verified.add(sealed)
 
-    # --- staying --------------------------------------------------------------------------------------------
+    # --- reading --------------------------------------------------------------------------------------------
 
     def open(self, shard: ShardId) -> ServedShard:
-        """NotFoundError where it is gone; CorruptShardError where its header is bad."""
+        """Open a shard. Raise NotFoundError if it is gone; CorruptShardError if its header is bad."""
         sealed = self._files.get(shard)
         if sealed is None:
             raise NotFoundError(f"{shard}: not held here")
@@ -113,15 +113,15 @@ class ShardFiles:
         return ServedShard(fd, shard, self._job, lambda: self._store.window(sealed, fd))
 
     def verified(self) -> set[ShardId]:
-        """Of which every chunk was checked here since it came."""
-        files = list(self._files.items())  # at once: others come meanwhile
+        """Return the shards of which every chunk was checked here since they arrived."""
+        files = list(self._files.items())  # a copy: other threads add files meanwhile
         return {shard for shard, sealed in files if sealed in self._verified}
 
     def damaged(self, held: Collection[ShardId]) -> tuple[tuple[ShardId, str], ...]:
-        """What was found bad lately, with the reason, and has not come back among those that are `held`."""
+        """Return the shards found damaged lately, with the reason, that are not among the `held` again."""
         return tuple((shard, reason) for shard, reason in list(self._damaged.items()) if shard not in held)
 
-    # --- going ----------------------------------------------------------------------------------------------
+    # --- removing -------------------------------------------------------------------------------------------
 
     def release(self, shard: ShardId, reason: str) -> None:
         sealed = self._drop(shard)
@@ -142,14 +142,17 @@ class ShardFiles:
             self._note_damaged(shard, reason)
 
     def forget_if_gone(self, shard: ShardId) -> bool:
-        """Whether somebody took it away. Looks under the name that it has now: a release may have come in between."""
+        """Return True if another process took the shard away.
+
+        Looks under the shard's current name: a release may have renamed it meanwhile.
+        """
         if shard not in self._files or self._store.find(shard) is not None:
             return False
         self._drop(shard)
         return True
 
     def _enter(self, sealed: Sealed) -> None:
-        """Keep the file as the shard's, in place of one that was there."""
+        """Keep the file as the shard's, in place of an earlier one."""
         if self._files.get(sealed.shard) != sealed:
             self._drop(sealed.shard)
             self._files[sealed.shard] = sealed

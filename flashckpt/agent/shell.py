@@ -1,8 +1,8 @@
-"""Drives the core with the real world: feeds it events, carries out what it decides, in order.
+"""Connects the core to the real world: feeds it events, and carries out its effects, in order.
 
-Crash-only (agent/succession.py): what can't be made durable ends the process.
+Crash-only (agent/succession.py): a decision that can't be made durable ends the process.
 
-Failpoint: `mid_start` (shards are adopted, nobody is answered yet).
+Failpoint: `mid_start` (shards are adopted, no call is answered yet).
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ __all__ = ["ServedShard", "Shell"]
 
 _log = logging.getLogger(__name__)
 
-# For what is due by time alone; events are handled when they come. Seldom, so that an idle agent is one.
+# For work that only time makes due; events are handled when they arrive. Seldom, so that an idle agent uses no CPU
+# time.
 _TICK_SECONDS, _LEAST_TICK_SECONDS = 1.0, 0.2
 _DRAIN_SECONDS = 0.05
 _LEASES_SECONDS = 0.5
@@ -84,7 +85,7 @@ _COUNT_SECONDS = 3.0
 
 
 class Shell:
-    """One agent."""
+    """One agent's state: the core, its store, and the parts that serve calls."""
 
     def __init__(self, store: SlotStore, options: Options, starter: Starter | None = None) -> None:
         self.store = store
@@ -102,16 +103,16 @@ class Shell:
         self._server: AgentServer | None = None
         self._scrubber = Scrubber(self._files.open, options.scrub_interval, self._files.note_verified)
         self._stop: threading.Event | None = None
-        self._told_seconds: float | None = None  # that whoever stops it gives it to drain
+        self._told_seconds: float | None = None  # for drain_seconds, given by the request to stop
         self._draining = False
         self._watch = Watch(store)
         self._counted_at, self._objects = float("-inf"), 0
-        self._directory_epoch = 0  # the highest one that lay in the directory at the start
+        self._directory_epoch = 0  # the highest one in the directory at the start
 
     # --- life -----------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Adopts what lies in the directory, then answers."""
+        """Adopt what lies in the directory, then answer calls."""
         reclaimed = self.store.reclaim()
         if reclaimed.files:
             _log.info("reclaimed %d slots (%d bytes) of processes that are gone", reclaimed.files, reclaimed.bytes)
@@ -143,7 +144,7 @@ class Shell:
             try:
                 return AgentServer(self.trainers, self.store.socket_path(SOCKET_NAME))
             except FlashError as error:
-                # A socket needs an inode. Its name is free by then.
+                # A socket needs an inode. Its name is unused by now.
                 if "No space left" not in error.message or not self.store.give_up_spare():
                     raise
 
@@ -163,21 +164,21 @@ class Shell:
                     self.peers.drop_old()
                 if now >= scan_at:
                     scan_at = now + _SCAN_SECONDS
-                    self.look_around()
+                    self.rescan()
                     self._succession.look_for_room()
                     self._watch.keep_losses()
                 self._scrub(now)
             except (FlashError, OSError) as error:
-                _log.warning("looking after what is held: %s; trying again", error)  # out of descriptors, say
+                _log.warning("a periodic check of the shards failed: %s; trying again", error)
 
     def drain(self) -> None:
-        """Grants nothing new; lets pushes and a flush finish."""
+        """Grant no new slots; let pushes and a flush finish."""
         self._draining = True
         self.trainers.close()
         try:
-            self.look_around()  # trainers may have sealed what they have not told of yet
+            self.rescan()  # trainers may have sealed shards without having reported them yet
         except (FlashError, OSError) as error:
-            _log.warning("looking for shards once more: %s", error)
+            _log.warning("the last scan for shards failed: %s; shards that no trainer reported may be left out", error)
         self.want_flush_at_end("the agent stops")
         began = time.monotonic()
         while time.monotonic() < began + self._push_patience() and self._has_work():
@@ -198,7 +199,7 @@ class Shell:
         self._scrubber.close()
 
     def idle_seconds(self) -> float | None:
-        """Since the last trainer left, or the start; None while there is one."""
+        """Return the seconds since the last trainer left, or since the start; None while there is one."""
         since = self.trainers.idle_since
         return None if since is None else time.monotonic() - since
 
@@ -209,7 +210,8 @@ class Shell:
         return waiting or self.peers.running > 0
 
     def want_flush_at_end(self, reason: str) -> None:
-        """What is newer than the persistent tier must not depend on memory alone once nobody works here any more."""
+        """Ask for a flush of what is newer than the persistent tier: once the last trainer has left, it must not depend
+        on memory alone."""
         with self._lock:
             session = self._core.session
             wanted = session is not None and session.persist is not None and session.persist.on_exit
@@ -218,7 +220,8 @@ class Shell:
 
     @property
     def drain_seconds(self) -> float:
-        """What a drain takes at most: as it was told, else by its own settings."""
+        """Return the seconds that a drain takes at most: as the request to stop says, else by the agent's own
+        settings."""
         if self._told_seconds is not None:
             return self._told_seconds
         with self._lock:
@@ -230,12 +233,12 @@ class Shell:
         return self.options.drain_timeout if self._told_seconds is None else self._told_seconds
 
     def _flush_patience(self) -> float:
-        """Seconds that a drain may take for the sake of a flush; 0 where none is due."""
+        """Return the seconds that a drain may wait for a flush; 0 if none is due."""
         with self._lock:
             session, flushing = self._core.session, self._core.flushing
             if session is None or session.persist is None or not flushing.is_busy:
                 return 0.0
-            # One that failed just now would be tried again later than this process lives.
+            # A flush that has just failed would be tried again later than this process lives.
             if flushing.order is None and flushing.failures:
                 return 0.0
             return session.persist.drain_timeout if self._told_seconds is None else self._told_seconds
@@ -263,7 +266,7 @@ class Shell:
         )
 
     def _remember_persisted(self, generation: Generation) -> None:
-        """For the day when persist_dir is empty because it is not mounted. Not so important as to fail for it."""
+        """Note the step, in case persist_dir is empty one day because it is not mounted. A failure is only logged."""
         session = self._core.session
         if session is None or session.persist is None:
             return
@@ -273,41 +276,42 @@ class Shell:
             _log.warning("that step %d is persisted could not be noted: %s", generation.step, error)
 
     def _persisted_step(self, persist_dir: str) -> int | None:
-        """The newest step that this node remembers to lie there."""
+        """Return the newest step in persist_dir that this node remembers."""
         try:
             found = self.store.read_persisted()
         except (FlashError, OSError) as error:
-            _log.warning("what was persisted before could not be read: %s", error)
+            _log.warning("the note of the newest persisted step could not be read: %s", error)
             return None
         return found[1].step if found is not None and found[0] == persist_dir else None
 
     # --- the core -------------------------------------------------------------------------------------------
 
     def feed(self, event: Event) -> list[Effect]:
-        """Any thread. The effects that answer the event are the caller's to act on; all others are done.
+        """Pass an event to the core. Any thread may call it.
 
-        IncompatibleError where it brings an epoch that no launch should have; nothing was changed.
+        Returns the effects; the caller acts on those that answer the event, all others have been carried out. Raises
+        IncompatibleError if the event brings an epoch that no launch should have; nothing was changed.
         """
         with self._lock:
             self._check_epochs(heard(event))
             return self._apply(event)
 
     def check_epochs(self, launch: Launch | None, line: Line | None) -> None:
-        """Raise IncompatibleError if no launch should have such an epoch. For what the core is not told."""
+        """Raise IncompatibleError if no launch should have such an epoch. For values that the core is not given."""
         with self._lock:
             self._check_epochs(named(launch, line))
 
     def _check_epochs(self, epochs: tuple[tuple[str, int], ...]) -> None:
         if not epochs:
             return
-        # IMPORTANT: never of what other nodes say, or each of them could raise the bound for the next one.
+        # IMPORTANT: never based on what other nodes say: each of them could raise the bound for the next one.
         session = self._core.session
         known = max(self._directory_epoch, 0 if session is None else session.launch.epoch)
         if reason := why_refused(epochs, known, time.time()):
             raise IncompatibleError(
                 reason,
-                hint="an epoch is a time, and a clock was wrong: look at the clocks of the nodes. A job that has such "
-                "an epoch goes on with the memory directories that know it, or from persist_dir under another name "
+                hint="an epoch is a time, and a clock was wrong: check the clocks of the nodes. A job that has such "
+                "an epoch continues with the memory directories that know it, or from persist_dir under another name "
                 "(initial_load_path)",
             )
 
@@ -318,7 +322,7 @@ class Shell:
                 self._carry_out(effect)
         except Exception:
             _log.exception("a decision could not be carried out")
-            die("the core believes what did not happen")
+            die("an effect of the core failed, so that its state is wrong")
         return effects
 
     def _carry_out(self, effect: Effect) -> None:
@@ -354,24 +358,24 @@ class Shell:
                     self._remember_persisted(generation)
                 self.trainers.notify(GenerationProgress(generation, level, reason))
             case _:
-                pass  # answers, for whoever fed the event
+                pass  # these answer the caller of feed()
 
     # --- shards ---------------------------------------------------------------------------------------------
 
     def hold(self, shard: ShardId) -> Held | None:
-        """Reads what lies sealed under that name; None where there is none, or it is bad."""
+        """Return the shard that lies sealed under that name; None if there is none, or it is damaged."""
         return self._files.hold(shard)
 
     def note_sealed(self, shard: ShardId) -> None:
-        """A replica was verified and sealed by this very process."""
+        """Note that this process has verified and sealed a replica."""
         self._files.note_sealed(shard)
 
     def open_shard(self, shard: ShardId) -> ServedShard:
-        """NotFoundError where it is gone; CorruptShardError where its header is bad."""
+        """Open a shard. Raise NotFoundError if it is gone; CorruptShardError if its header is bad."""
         return self._files.open(shard)
 
-    def look_around(self) -> None:
-        """Finds shards that nobody told of, and misses those that somebody took away, memory included."""
+    def rescan(self) -> None:
+        """Find shards that no trainer reported, and those that were removed, even with the memory directory."""
         found = {sealed.shard: sealed for sealed in self.store.scan()}
         with self._lock:
             held = set(self._core.held)
@@ -402,12 +406,12 @@ class Shell:
     # --- what trainers and operators ask --------------------------------------------------------------------
 
     def begin(self, session: Session, credentials: Bundle | None) -> list[Effect]:
-        """Takes this node over for a launch, unless the core refuses it."""
+        """Begin a launch on this node, unless the core refuses it."""
         effects = self.feed(Begun(session))
         if any(isinstance(effect, RefuseFenced) for effect in effects):
-            return effects  # the credentials of a launch that is refused change nothing
-        # An agent that was restarted between listen() and begin() had no session yet that told it to listen.
-        # Before other credentials are kept: they go with the address that is listened at.
+            return effects  # the credentials of a refused launch change nothing
+        # An agent that was restarted between listen() and begin() had no session that told it to listen. Listen before
+        # the other credentials are kept: they are stored with the address that is listened at.
         if len(session.members) > 1 and not self.peers.address:
             self._succession.listen_again(self.peers)
         if credentials is not None:
@@ -415,8 +419,8 @@ class Shell:
         return effects
 
     def inventory(self) -> NodeInventory:
-        """What lies here now: also what was sealed a moment ago by a trainer that did not live to tell."""
-        self.look_around()
+        """Return what lies here now, including shards that a trainer sealed and died before it could report them."""
+        self.rescan()
         quarantined = self.store.status().quarantined_files
         chosen = self.store.read_lines()  # a person may have written one: `flashckpt histories`
         with self._lock:
@@ -442,7 +446,7 @@ class Shell:
             return self._core.held.get(shard)
 
     def stop(self, drain_timeout: float | None) -> None:
-        """Drain for at most that long (None: by its own limits), also if it drains already. The last word counts."""
+        """Drain for at most that long (None: by its own limits), even if it drains already. The last request counts."""
         self._told_seconds = drain_timeout
         if self._stop is not None:
             self._stop.set()
@@ -465,14 +469,14 @@ class Shell:
                 flushed_bytes=self.flusher.done_bytes,
             )
         found = {**found, "drain_seconds": drain_seconds, "read_only": self._succession.read_only}
-        if is_testing():  # for the soak; seldom, because tests ask often
+        if is_testing():  # for the soak test; seldom, because tests ask often
             if now - self._counted_at > _COUNT_SECONDS:
                 gc.collect()
                 self._counted_at, self._objects = now, len(gc.get_objects())
             found["objects"] = self._objects
         return found
 
-    # --- what the others of this package ask ----------------------------------------------------------------
+    # --- for the other modules of this package ----------------------------------------------------------------
 
     @property
     def line(self) -> Line | None:
@@ -480,23 +484,23 @@ class Shell:
             return self._core.line
 
     def current(self) -> tuple[Launch | None, Line | None]:
-        """The newest launch known here, and the line in force."""
+        """Return the newest launch known here, and the line in force."""
         with self._lock:
             return self._core.newest, self._core.line
 
-    def standing_of_session(self) -> tuple[Launch | None, Line | None]:
-        """The launch that this node works for (None: none), and the line in force."""
+    def session_and_line(self) -> tuple[Launch | None, Line | None]:
+        """Return the launch that this node works for (None: none), and the line in force."""
         with self._lock:
             session = self._core.session
             return (None if session is None or self._core.is_fenced else session.launch), self._core.line
 
     def others(self) -> tuple[str, ...]:
-        """The other nodes of the launch."""
+        """Return the other nodes of the launch."""
         with self._lock:
             return tuple(self._core.peers)
 
     def ranks_of(self, node_id: str) -> tuple[int, ...]:
-        """The ranks that the launch has on another node."""
+        """Return the ranks that the launch has on another node."""
         with self._lock:
             session = self._core.session
         members = () if session is None else session.members
@@ -510,7 +514,7 @@ class Shell:
         return peer.address
 
     def why_no_room(self, shard: ShardId, size_bytes: int) -> str | None:
-        """Why a copy that only heals is not taken."""
+        """Return why a copy that only heals is refused; None if there is room."""
         store = self.store.status()
         with self._lock:
             session, placement = self._core.session, self._core.placement
@@ -522,7 +526,7 @@ class Shell:
         return why_no_room(shard, size_bytes, session.world, missing, store.room)
 
     def known_progress(self) -> list[GenerationProgress]:
-        """For a trainer that begins to watch."""
+        """Return the progress to tell a trainer that begins to watch."""
         with self._lock:
             voids = [GenerationProgress(g, Level.NONE, reason) for g, reason in self._core.voids.items()]
             records = [record.generation for record in self._core.records if record.replicas]
@@ -535,14 +539,14 @@ class Shell:
         return news
 
     def known_changes(self) -> list[Change]:
-        """For a trainer that begins to watch: what is not well."""
+        """Return the problems to tell a trainer that begins to watch."""
         with self._lock:
             return self._watch.current
 
     def flush(self, generation: Generation | None, step: int | None, urgent: bool) -> Generation:
-        """Asks for a flush; `urgent`: somebody waits for it.
+        """Ask for a flush; `urgent`: somebody waits for it.
 
-        NotFoundError where nothing in memory fits, ConfigError where there is no persist_dir.
+        Raise NotFoundError if no generation in memory fits, ConfigError if there is no persist_dir.
         """
         with self._lock:
             session = self._core.session
@@ -565,13 +569,13 @@ class Shell:
         return generation
 
     def raise_if_read_only(self) -> None:
-        """NoSpaceError where what a save decides could not be kept."""
+        """Raise NoSpaceError if the decisions on a save could not be made durable."""
         if reason := self._succession.read_only:
             raise NoSpaceError(
                 f"agent of job {self.options.job!r}: takes no saves until there is room for its own files: {reason}",
-                hint="make room in the tmpfs, or enlarge it; saves then go on by themselves. Loads need no room",
+                hint="make room in the tmpfs, or enlarge it; saves then continue by themselves. Loads need no room",
             )
 
     def keep_bundle(self, bundle: Bundle, address: str) -> None:
-        """For the agent after this one."""
+        """Keep the credentials for this agent's successor."""
         self._succession.keep_bundle(bundle, address)

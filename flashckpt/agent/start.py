@@ -1,4 +1,4 @@
-"""Finding, starting and stopping the agent of one job on this node, from a trainer or the command line. No torch."""
+"""Finds, starts and stops the agent of one job on this node, from a trainer or the command line. No torch."""
 
 from __future__ import annotations
 
@@ -32,44 +32,44 @@ _TAIL_LINES = 8
 _MAX_TOLD_BYTES = 8192
 _SLICE_SECONDS = 0.5
 _RETRY_SECONDS = 0.02
-_LOOK_SECONDS = 0.2  # how often an agent that drains is looked at
+_LOOK_SECONDS = 0.2  # between two looks at an agent that drains
 _ASK_SECONDS = 5.0  # for a call that an agent answers at once unless it hangs
-_DRAIN_SECONDS = 60.0  # of an agent that does not say how long it drains
-_END_SECONDS = 15.0  # from the end of its drain to its exit: running calls are ended, descriptors closed
+_DRAIN_SECONDS = 60.0  # for an agent that does not say how long it drains
+_END_SECONDS = 15.0  # from the end of its drain to its exit: it ends running calls and closes descriptors
 
-# All that an agent gets of its starter's environment. Not in it: whatever a launcher or a user put there for the
-# trainers (keys, tokens, proxies, preloaded libraries), which would stay readable for as long as the agent lives.
+# The variables of the starter's environment that an agent inherits. All others, which a launcher or a user has set for
+# the trainers (keys, tokens, proxies, preloaded libraries), would stay readable for as long as the agent lives.
 _KEPT = (
     *("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ"),
-    "LD_LIBRARY_PATH",  # without it some clusters' interpreters do not even start
-    *("FLASHCKPT_LOG", "FLASHCKPT_TESTING", "FLASHCKPT_FAILPOINTS_LOG"),  # all else it is told, or trainers bring it
+    "LD_LIBRARY_PATH",  # some clusters' interpreters do not start without it
+    *("FLASHCKPT_LOG", "FLASHCKPT_TESTING", "FLASHCKPT_FAILPOINTS_LOG"),  # all else are options, or trainers bring it
     *("GRPC_VERBOSITY", "GRPC_TRACE"),
 )
-# What kills a trainer in a test must not kill the agent too, and again whenever it is restarted.
+# A failpoint that kills a trainer in a test must not kill the agent too, and again after each restart.
 _AGENT_FAILPOINTS = "FLASHCKPT_AGENT_FAILPOINTS"
 
 
 @dataclass(frozen=True, slots=True)
 class FoundAgent:
-    """A live agent."""
+    """A live agent that answers."""
 
-    pid: int  # as its own pid namespace counts
+    pid: int  # in its own pid namespace
     started: bool  # by this very call
     log_path: str
 
 
 @dataclass(frozen=True, slots=True)
 class SeenAgent:
-    """What a look at this node's agent showed."""
+    """The state of this node's agent when it was looked at."""
 
     holder: Holder
-    status: dict[str, Any] | None  # what it answered; None: it lives, but does not answer
-    problem: str  # why not
+    status: dict[str, Any] | None  # its answer; None: it lives, but does not answer
+    problem: str  # why it does not answer
     log_path: str
 
 
 def options_of(settings: Settings) -> Options:
-    """How a trainer with these settings starts its node's agent."""
+    """Return the options with which a trainer of these settings starts its node's agent."""
     config = settings.config
     return Options(
         job=settings.job,
@@ -81,21 +81,21 @@ def options_of(settings: Settings) -> Options:
         transport=config.transport,
         lanes=config.lanes,
         encrypt_data=int(settings.encrypts_data),
-        # Several signs of life may be lost or late before a node counts as down. Most of what an idle agent does is to
-        # give and to take them.
+        # Several beats may be lost or late before a node counts as down. Sending and receiving them is most of what an
+        # idle agent does.
         beat_interval=min(2.5, config.peer_timeout / 4),
         peer_timeout=config.peer_timeout,
     )
 
 
 def ensure_agent(options: Options, timeout: float = 30.0, meanwhile: Callable[[], object] = lambda: None) -> FoundAgent:
-    """The job's agent on this node, started if there is none. Returns once it answers.
+    """Return the job's agent on this node once it answers; start it if there is none.
 
-    While a new one starts, `meanwhile` is called. One that drains is waited for, and replaced when it has ended.
+    While a new one starts, `meanwhile` is called. An agent that drains is waited for, and replaced when it has ended.
 
-    Of several who call this at once one starts it, the others find it. AgentError, with the end of its log, where
-    it can't be started, or lives and does not answer within `timeout`; IncompatibleError where it is another node's, or
-    sends in the clear what is to be encrypted.
+    Of several callers at once one starts the agent, the others find it. Raise AgentError, with the end of its log, if
+    it can't be started, or lives and does not answer within `timeout`; IncompatibleError if it is another node's, or
+    sends unencrypted what has to be encrypted.
     """
     deadline = time.monotonic() + timeout
     directory = open_directory(options.memory_dir, options.job)
@@ -113,7 +113,7 @@ def ensure_agent(options: Options, timeout: float = 30.0, meanwhile: Callable[[]
             if holder is not None and status is not None:
                 _check(options, holder, status)
                 return FoundAgent(holder.pid, started, str(directory.path / LOG_NAME))
-            # It ended between two looks. Whoever is there next time is as good.
+            # It ended between two looks. The next agent found may be any.
             if time.monotonic() > deadline:
                 raise _failed(directory, f"expected it within {timeout:g} s, found that each one ended", 0)
             time.sleep(_RETRY_SECONDS)
@@ -122,7 +122,7 @@ def ensure_agent(options: Options, timeout: float = 30.0, meanwhile: Callable[[]
 
 
 def _await_drained(directory: Directory, holder: Holder, deadline: float, timeout: float) -> None:
-    """Until an agent that was told to stop has ended. AgentError where it takes too long."""
+    """Wait until an agent that was told to stop has ended. Raise AgentError if it takes too long."""
     while AgentLock(directory).holder() == holder:
         if time.monotonic() > deadline:
             raise AgentError(
@@ -136,15 +136,16 @@ def _await_drained(directory: Directory, holder: Holder, deadline: float, timeou
 
 
 def stage_timeout(start_timeout: float) -> float:
-    """Seconds for what one rank does in a stage of the start while the others wait `start_timeout` for it.
+    """Return the seconds for one rank's work in a stage of the start while the others wait `start_timeout` for it.
 
-    A little less, so that the rank itself says what was missing, before the others only miss that rank.
+    A little less, so that the rank itself reports what was missing, before the others only miss the rank.
     """
     return max(start_timeout - 5.0, 0.9 * start_timeout)
 
 
 def look(memory_dir: str, job: str, timeout: float = 2.0) -> SeenAgent | None:
-    """The agent that runs now, and what it says; None where none runs. NotFoundError where the job has no directory."""
+    """Return the agent that runs now, and its status; None if none runs. Raise NotFoundError if the job has no
+    directory."""
     directory = open_directory(memory_dir, job, create=False)
     try:
         holder = AgentLock(directory).holder()
@@ -160,7 +161,7 @@ def look(memory_dir: str, job: str, timeout: float = 2.0) -> SeenAgent | None:
 
 
 def ask_agent(memory_dir: str, job: str, call: Callable[[AgentClient], T], timeout: float) -> T:
-    """What the agent answers. AgentError where none runs, NotFoundError where the job has no directory."""
+    """Call the agent. Raise AgentError if none runs, NotFoundError if the job has no directory."""
     directory = open_directory(memory_dir, job, create=False)
     try:
         if AgentLock(directory).holder() is None:
@@ -171,12 +172,12 @@ def ask_agent(memory_dir: str, job: str, call: Callable[[AgentClient], T], timeo
 
 
 def stop_agent(memory_dir: str, job: str, timeout: float | None = None, *, kill: bool = False) -> Holder | None:
-    """Tells the agent to drain and waits until it has exited; None where none runs.
+    """Tell the agent to drain and wait until it has exited; None if none runs.
 
-    `timeout`: seconds that the agent gets to drain, instead of its own limits; None: those, which it tells.
+    `timeout`: seconds that the agent may drain, instead of its own limits; None: its own, which it tells.
 
-    AgentError where it is still there afterwards; with `kill` it is then ended at once instead: what is sealed
-    stays, and the next agent goes on with it.
+    Raise AgentError if it still runs afterwards; with `kill` it is ended at once instead: what is sealed stays, and the
+    next agent adopts it.
     """
     directory = open_directory(memory_dir, job, create=False)
     try:
@@ -193,7 +194,7 @@ def stop_agent(memory_dir: str, job: str, timeout: float | None = None, *, kill:
             if process.send(signal.SIGKILL):
                 ended = process.await_exit(_END_SECONDS)
             else:
-                try:  # all that is left: to ask it to end without draining
+                try:  # the last resort: ask it to end without draining
                     _with_client(directory, _ASK_SECONDS, lambda client: client.stop(0.0))
                     ended = process.await_exit(_END_SECONDS)
                 except FlashError:
@@ -206,7 +207,7 @@ def stop_agent(memory_dir: str, job: str, timeout: float | None = None, *, kill:
 
 
 class _Process:
-    """The process that holds an agent's lock, wherever it runs. To be closed."""
+    """The process that holds an agent's lock, wherever it runs. The caller has to close it."""
 
     def __init__(self, lock: AgentLock, holder: Holder) -> None:
         self._lock = lock
@@ -222,7 +223,7 @@ class _Process:
             os.close(self._pidfd)
 
     def send(self, number: int) -> bool:
-        """False where it can't be reached by signals; `why_no_signal` says why."""
+        """Send a signal. Return False if the process can't be reached by signals; `why_no_signal` says why."""
         if self._pidfd is None:
             return False
         try:
@@ -238,7 +239,7 @@ class _Process:
         deadline = time.monotonic() + timeout
         if self._pidfd is not None:
             return _await_exit(self._pidfd, timeout)
-        # Its lock ends with it.
+        # Its lock ends with the process.
         while self._lock.holder() is not None:
             if time.monotonic() > deadline:
                 return False
@@ -264,7 +265,7 @@ class _Process:
             pidfd = os.pidfd_open(pid)
         except ProcessLookupError:
             return None  # it has just ended, and its lock with it
-        # Only now the descriptor is known to be the holder's, and not that of a process that got its pid since.
+        # Only now it is certain that the descriptor is the holder's, and not that of a process that got its pid since.
         if is_still():
             return pidfd
         os.close(pidfd)
@@ -272,7 +273,7 @@ class _Process:
 
 
 def _tell_to_drain(directory: Directory, process: _Process, timeout: float | None) -> tuple[float, bool]:
-    """Returns the seconds that it takes at most to drain, and whether it has answered."""
+    """Tell the agent to drain. Return the seconds that it drains at most, and whether it has answered."""
 
     def tell(client: AgentClient) -> float:
         client.stop(timeout)
@@ -282,13 +283,13 @@ def _tell_to_drain(directory: Directory, process: _Process, timeout: float | Non
     try:
         return _with_client(directory, ask_seconds, tell), True
     except FlashError:
-        # It does not answer: it is stopped, hangs, or has just begun. A signal waits for it.
+        # It does not answer: it is stopped, hangs, or has just started. A signal stays pending until it runs.
         process.send(signal.SIGTERM)
         return _DRAIN_SECONDS if timeout is None else max(0.0, timeout - ask_seconds), False
 
 
 def environment_of_agent(environ: Mapping[str, str]) -> dict[str, str]:
-    """What a started agent gets to see of the starter's environment."""
+    """Return the variables of the starter's environment that an agent inherits."""
     kept = {name: environ[name] for name in _KEPT if name in environ}
     if _AGENT_FAILPOINTS in environ:
         kept["FLASHCKPT_FAILPOINTS"] = environ[_AGENT_FAILPOINTS]
@@ -296,7 +297,7 @@ def environment_of_agent(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _spawn(directory: Directory, options: Options, deadline: float, meanwhile: Callable[[], object]) -> bool:
-    """True if the new agent runs, False if somebody else's was quicker. AgentError if it died."""
+    """Start an agent. Return False if another caller's agent was quicker. Raise AgentError if it died."""
     if not sys.executable:
         raise AgentError(
             "expected the path of the Python interpreter in sys.executable, found none",
@@ -305,14 +306,14 @@ def _spawn(directory: Directory, options: Options, deadline: float, meanwhile: C
     remaining = max(0.1, deadline - time.monotonic())
     log = open_log(directory)
     start_bytes = os.fstat(log).st_size
-    # -I: neither the working directory nor PYTHON* variables decide what is imported. The process forks twice
-    # by itself, so that what is waited for here is gone, and reaped, when the agent runs.
+    # -I: neither the working directory nor PYTHON* variables decide what is imported. The process forks twice by
+    # itself, so the one that is waited for here has exited, and is reaped, when the agent runs.
     command = [sys.executable, "-I", "-m", "flashckpt.agent", "run", "--daemon", f"--start-timeout={remaining:.3f}"]
     try:
         child = subprocess.Popen(
             [*command, *options.arguments()],
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,  # why it does not run; all else goes to its log
+            stdout=subprocess.PIPE,  # the reason if it does not run; all other output goes to its log
             stderr=log,
             cwd="/",
             env=environment_of_agent(os.environ),
@@ -341,7 +342,8 @@ def _spawn(directory: Directory, options: Options, deadline: float, meanwhile: C
 
 
 def _told(child: subprocess.Popen[bytes]) -> str:
-    """What it has said so far. Not to its end: an agent that runs may hold the pipe for a moment longer."""
+    """Return what it has written so far. Not up to the end of the pipe: an agent that runs may hold it for a moment
+    longer."""
     if child.stdout is None or not select.select([child.stdout], [], [], 0)[0]:
         return ""
     return _printable(os.read(child.stdout.fileno(), _MAX_TOLD_BYTES).decode("utf-8", "replace").strip())
@@ -352,7 +354,7 @@ def _printable(text: str) -> str:
 
 
 def _wait(child: subprocess.Popen[bytes], timeout: float) -> int:
-    """As its wait(), which looks 20 times a second, but at once."""
+    """Wait as Popen.wait() does, which polls 20 times per second, but without a delay."""
     with contextlib.suppress(OSError):  # a kernel without pidfds
         pidfd = os.pidfd_open(child.pid)
         try:
@@ -364,7 +366,7 @@ def _wait(child: subprocess.Popen[bytes], timeout: float) -> int:
 
 
 def _ask_until(directory: Directory, holder: Holder, deadline: float) -> dict[str, Any] | None:
-    """What the agent says of itself; None if it ended meanwhile. Somebody may just be starting it."""
+    """Return the agent's status; None if it ended meanwhile. It may have just been started."""
     while True:
         remaining = deadline - time.monotonic()
         try:
@@ -376,7 +378,7 @@ def _ask_until(directory: Directory, holder: Holder, deadline: float) -> dict[st
                 raise AgentError(
                     f"agent of job {directory.job!r} with {holder}: expected an answer on "
                     f"{directory.path / SOCKET_NAME}, found none{_state(holder.owner)}",
-                    hint="let it go on (SIGCONT) if it was stopped; else `flashckpt agent stop --kill` ends it; "
+                    hint="continue it (SIGCONT) if it was stopped; else `flashckpt agent stop --kill` ends it; "
                     f"its log is {directory.path / LOG_NAME}",
                     pid=holder.pid,
                 ) from error
@@ -384,13 +386,16 @@ def _ask_until(directory: Directory, holder: Holder, deadline: float) -> dict[st
 
 
 def _ask(directory: Directory, timeout: float) -> dict[str, Any]:
-    # Without waiting for the channel first: gRPC looks at its state only every 0.2 s. Where nobody listens yet
-    # the call fails at once, and the caller decides whether to ask again.
+    # Does not wait for the channel first: gRPC looks at its state only every 0.2 s. If nobody listens yet, the call
+    # fails at once, and the caller decides whether to ask again.
     return _with_client(directory, timeout, lambda client: client.status())
 
 
 def _with_client(directory: Directory, timeout: float, call: Callable[[AgentClient], T]) -> T:
-    """Must not run on the main thread: Ctrl-C could leave a lock of gRPC locked, and closing the client would hang."""
+    """Make a call in another thread.
+
+    Not on the main thread: Ctrl-C could leave a lock of gRPC locked, and closing the client would hang.
+    """
     path = _socket_path(directory)
 
     def run() -> T:
@@ -403,12 +408,13 @@ def _with_client(directory: Directory, timeout: float, call: Callable[[AgentClie
 
 
 def _socket_path(directory: Directory) -> str:
-    # By way of the held descriptor: as long as the job's name may be, and whatever happens to the path.
+    # Through the held descriptor: works however long the job's name is, and whatever happens to the path.
     return f"/proc/self/fd/{directory.fd}/{SOCKET_NAME}"
 
 
 def _check(options: Options, holder: Holder, status: dict[str, Any]) -> None:
-    """Whether the agent that runs will do. Its other settings are those it was started with."""
+    """Raise if the agent that runs can't be used with these options. Its other settings stay those it was started
+    with."""
     if status["node"] != options.node_id:
         raise IncompatibleError(
             f"memory directory {options.memory_dir}: expected the agent of node {options.node_id!r}, found that of "
@@ -418,8 +424,8 @@ def _check(options: Options, holder: Holder, status: dict[str, Any]) -> None:
         )
     if options.encrypt_data and not status.get("encrypts_data"):
         raise IncompatibleError(
-            f"job {options.job!r}: expected an agent that encrypts shards on the way, as encrypt_data or certificates "
-            f"of your own ask for, found one that was started without, with {holder}",
+            f"job {options.job!r}: expected an agent that encrypts shards between nodes, as encrypt_data or "
+            f"certificates of your own ask for, found one that was started without, with {holder}",
             hint="`flashckpt agent stop` ends it, and trainers start another one; an operator's takes --encrypt-data",
             pid=holder.pid,
         )
@@ -441,7 +447,7 @@ def _still_there(directory: Directory, holder: Holder, timeout: float, what_else
 
 
 def _state(owner: Owner) -> str:
-    """Where the kernel knows why a process does not answer."""
+    """Return why a process does not answer, if the kernel knows it."""
     if owner.pid_namespace != Owner.current().pid_namespace:
         return ""
     try:

@@ -1,4 +1,4 @@
-"""What an agent tells of itself: plain values that JSON can hold. Pure."""
+"""Describes an agent's state as plain values that JSON can hold. Pure."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def describe(
     draining: bool,
     flushed_bytes: int,
 ) -> dict[str, Any]:
-    """A moment's view."""
+    """Return the status of this moment."""
     session = core.session
     return {
         "version": __version__,
@@ -76,7 +76,7 @@ def describe(
 
 
 def _persist(core: AgentCore, now: float, flushed_bytes: int) -> dict[str, Any] | None:
-    """None: memory only."""
+    """Describe the persistent tier. None: memory only."""
     if core.session is None or core.session.persist is None:
         return None
     flushing = core.flushing
@@ -99,7 +99,7 @@ def _persist(core: AgentCore, now: float, flushed_bytes: int) -> dict[str, Any] 
 
 
 def _kept(core: AgentCore, now: float) -> dict[str, Any] | None:
-    """What must not be lost, and how it stands as far as this node can know."""
+    """Describe the kept generation, and how it stands as far as this node can know."""
     found = verdict_of(core, now)
     if found is None:
         return None

@@ -1,10 +1,10 @@
-"""What an agent leaves to the next one of its directory, and finds there from the one before.
+"""Keeps what an agent leaves to its successor in the directory, and reads what its predecessor has left.
 
-Crash-only: where a decision can't be made durable (record, line, session), the process ends at once, and its
-successor starts from what lies in the directory. A core that believes what the directory does not say would lie.
+Crash-only: if a decision (record, line, session) can't be made durable, the process ends at once, and its successor
+starts from what lies in the directory. A core whose decisions are not in the directory would give false answers.
 
-But for want of room it does not end, because loads need it. It is read-only then: it grants no slot for a save, so that
-nothing new comes to depend on it, and writes what it owes as soon as there is room again.
+The exception is lack of room: the process does not end, because loads need it. It is read-only then: it grants no slot
+for a save, so that nothing new comes to depend on it, and writes what is owed as soon as there is room again.
 """
 
 from __future__ import annotations
@@ -44,16 +44,17 @@ def die(why: str) -> NoReturn:
 
 
 class Succession:
-    """In the small files of one store. The caller sees to it that one thread at a time is here."""
+    """The predecessor's state and the successor's, in the small files of one store. The caller lets in one thread at a
+    time."""
 
     def __init__(self, store: SlotStore) -> None:
         self._store = store
         self._kept: Session | None = None  # the session as it lies in the directory
-        self._past: dict[Launch, Session] = {}  # of earlier launches that shards are left of
+        self._past: dict[Launch, Session] = {}  # of earlier launches of which shards are left
         self._writing = threading.Lock()  # protects what follows
-        self._unwritten: dict[str, Callable[[], object]] = {}  # for want of room; the newest of each kind
+        self._unwritten: dict[str, Callable[[], object]] = {}  # for lack of room; the newest of each kind
         self._was_short = False
-        self.read_only = ""  # why no save is taken; "" = they are
+        self.read_only = ""  # why no save is accepted; "" = they are
 
     # --- what is left ---------------------------------------------------------------------------------------
 
@@ -69,7 +70,7 @@ class Succession:
         _log.debug("%s is committed with %d replicas", record.generation, record.replicas)
 
     def keep_bundle(self, bundle: Bundle, address: str) -> None:
-        """Any thread."""
+        """Write the credentials. Any thread may call it."""
         self._durably("the credentials", lambda: write_bundle(self._store, bundle, address))
 
     def _durably(self, what: str, write: Callable[[], object]) -> None:
@@ -88,7 +89,7 @@ class Succession:
                 self.read_only = f"{what} could not be kept: {getattr(error, 'message', error)}"
 
     def look_for_room(self) -> None:
-        """Completes the reserve, and writes what is owed, where that is possible by now. Any thread."""
+        """Complete the reserve, and write what is owed, if there is room by now. Any thread may call it."""
         with self._writing:
             shortage = self._store.fill_reserve()
             if shortage and not self._unwritten and not self._was_short:
@@ -109,13 +110,14 @@ class Succession:
     # --- sessions of earlier launches -----------------------------------------------------------------------
 
     def past(self, present: Session | None) -> tuple[Session, ...]:
-        """Those other than the present launch's, newest last."""
+        """Return the sessions other than the present launch's, newest last."""
         return tuple(one for one in self._past.values() if present is None or one.launch != present.launch)
 
     def _keep_past(self, session: Session, held: Collection[ShardId]) -> None:
-        """Before another launch's session takes the place of the one that lies there.
+        """Copy the session in the directory before another launch's replaces it.
 
-        Only to say who would have what is missing: where there is no room for it, the launch begins all the same.
+        It only tells which nodes should have a missing shard: if there is no room for it, the launch begins all the
+        same.
         """
         old, self._kept = self._kept, session
         if old is None or old.launch == session.launch:
@@ -128,7 +130,7 @@ class Succession:
         self.drop_past(held)
 
     def drop_past(self, held: Collection[ShardId]) -> None:
-        """Sessions of launches that no shard is left of, and all but the newest few."""
+        """Remove the sessions of launches of which no shard is left, and all but the newest few."""
         launches = {launch_of(shard.generation) for shard in held}
         needless = [launch for launch in self._past if launch not in launches]
         needless += list(self._past)[:-KEPT_PAST]
@@ -139,25 +141,25 @@ class Succession:
     # --- what is found --------------------------------------------------------------------------------------
 
     def read(self) -> tuple[Session | None, Generation | None]:
-        """The session of the one before, and what it has loaded."""
+        """Return the predecessor's session, and the generation that its launch has loaded."""
         self._kept, base = self._read_session()
         self._past = self._read_past()
         return self._kept, base
 
     def listen_again(self, peers: Peers) -> None:
-        """At the same address as the predecessor, or else at another one, which hellos then spread."""
+        """Listen at the predecessor's address, or else at another one, which hellos then spread."""
         from flashckpt.rpc.address import parse_address
 
         kept = read_bundle(self._store)
         if kept is None:
-            _log.warning("no credentials: other nodes are not spoken to until a trainer brings some")
+            _log.warning("no credentials: no messages to other nodes until a trainer brings some")
             return
         bundle, address = kept
         host, port = parse_address(address)
         try:
             peers.listen(bundle, host, port)
         except (FlashError, OSError) as error:
-            _log.warning("can't listen at %s any more: %s; taking another port", address, error)
+            _log.warning("can't listen at %s any more: %s; using another port", address, error)
             peers.listen(bundle, host, 0)
             peers.greet()
 
@@ -177,7 +179,7 @@ class Succession:
         try:
             return session, decode_base(data)
         except CorruptShardError as error:
-            _log.warning("what the session has loaded was not understood and is forgotten: %s", error)
+            _log.warning("the generation that the session has loaded can't be read and is ignored: %s", error)
             return session, None
 
 
@@ -188,11 +190,13 @@ def owed(
     session: Session | None,
     node_id: str,
 ) -> tuple[Held, ...]:
-    """Replicas that others count on and that are not here: of the newest record, because the predecessor died while
-    it set a bad one aside or somebody took them away; of any generation, because they were found bad just now.
-    Their owners can't know, and have to hear of it."""
+    """Return the replicas that others count on and that are missing here. Their owners can't know, and have to be told.
+
+    Of the newest record, they are missing because the predecessor died while it set a bad one aside, or because they
+    were removed; of any generation, because they were found damaged just now.
+    """
     if session is None or all(one.node_id != node_id for one in session.members):
-        return ()  # under another name than its predecessor's this node keeps what it has, and owes nobody
+        return ()  # under another name than its predecessor's, this node keeps its shards and owes nobody any
     hosted = place(session.members, session.replicas, session.strategy).held_by(node_id)
     expected = {shard for shard in set_aside if shard.rank in hosted}
     if record is not None:
@@ -201,7 +205,7 @@ def owed(
 
 
 def _is_shortage(error: Exception) -> bool:
-    """Whether it is for want of room, and nothing else."""
+    """Return True if the only cause of the error is lack of room."""
     return isinstance(error, NoSpaceError) or (
         isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
     )
@@ -211,5 +215,5 @@ def _decode(data: bytes) -> Session | None:
     try:
         return decode_session(data)
     except CorruptShardError as error:
-        _log.warning("the session was not understood and is forgotten: %s", error)
+        _log.warning("the session in the directory can't be read and is ignored: %s", error)
         return None

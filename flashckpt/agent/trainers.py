@@ -1,4 +1,4 @@
-"""The agent's side towards the trainers of its node: leases, slots, and what becomes of their generations."""
+"""Serves the trainers of this node: leases, slots, and news of their generations."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from flashckpt.protocol.events import (
     WantDropped,
 )
 from flashckpt.rpc.api import VERSION, Lease, Overtaken, TrainerState
-from flashckpt.store.owner import Owner, Vigil, is_dead, is_ending
+from flashckpt.store.owner import LivenessCheck, Owner, is_dead, is_ending
 from flashckpt.types import Claimant, Launch
 
 if TYPE_CHECKING:
@@ -48,46 +48,46 @@ _log = logging.getLogger(__name__)
 
 _TICKET_BYTES = 16
 _MAX_LEASES = 1024
-_MAX_NEWS = 1024  # that a trainer which does not read leaves waiting; beyond, the oldest goes
+_MAX_NEWS = 1024  # that wait for a trainer which does not read; beyond, the oldest is dropped
 _QUIET_SECONDS = 1.0
-_RETURN_SECONDS = 2.5  # that trainers have to find a new agent; less than a launch waits (start/claimants.py)
-_GRACE_SECONDS = 1.0  # beyond a request's deadline, until the core says so
+_RETURN_SECONDS = 2.5  # for trainers to find a new agent; less than a launch waits (start/claimants.py)
+_GRACE_SECONDS = 1.0  # beyond a request's deadline, for the core's answer
 
 
 @dataclass(slots=True)
 class _Trainer:
-    """A live process with a lease, and what it is about."""
+    """A live process with a lease, and its present request and shard."""
 
     lease_id: int
     ticket: bytes
     owner: Owner
-    vigil: Vigil
+    liveness: LivenessCheck
     rank: int
-    launch: Launch | None = None  # that it has begun
+    launch: Launch | None = None  # the launch that it has begun
     claimed_at: float = 0.0  # when, in seconds since 1970
-    process: str = ""  # the trainer's: another one where this process acts for it
-    watches: int = 0  # that it has open: what shows that it lives where its pid means nothing
+    process: str = ""  # the trainer's process, if this process acts for another one
+    watches: int = 0  # number of watches that it has open: the only sign of life if its pid can't be looked up
     news: queue.Queue[WatchNews | None] | None = None
     told_overtaken: bool = False  # in this watch
     request_id: int = 0  # of its newest request for a slot; older ones were given up by the caller
     slot_id: int | None = None  # what it was granted last
-    shard: ShardId | None = None  # for which shard; None once it has said what became of it
+    shard: ShardId | None = None  # that the slot was granted for; None once it is sealed or given up
 
 
 @dataclass(slots=True)
 class _Request:
-    """A slot that somebody waits for."""
+    """A request for a slot, with its answer."""
 
     answered: threading.Event = field(default_factory=threading.Event)
     answer: Effect | None = None
 
 
 class TrainerCalls:
-    """What rpc's agent server calls (AgentApi). Any thread."""
+    """Implements the calls of trainers (AgentApi). Any thread may call it."""
 
     def __init__(self, shell: Shell) -> None:
         self._shell = shell
-        self._lock = threading.Lock()  # protects the two dictionaries; never held while the core is asked
+        self._lock = threading.Lock()  # protects the two dictionaries; not held during a call to the core
         self._leases: dict[int, _Trainer] = {}
         self._requests: dict[int, _Request] = {}
         self._ended: dict[int, str] = {}  # ranks without a lease: how the process of the last one ended
@@ -118,8 +118,8 @@ class TrainerCalls:
         self._shell.check_epochs(launch, None)
         if owner.pid_namespace != Owner.current().pid_namespace:
             _log.warning(
-                "rank %d is in another pid namespace: its end can't be noticed, and what it held stays until a reboot; "
-                "run agent and trainers in one (shareProcessNamespace, --pid)",
+                "rank %d is in another pid namespace: its end can't be noticed, and its slots stay occupied until a "
+                "reboot; run agent and trainers in one pid namespace (shareProcessNamespace, --pid)",
                 rank,
             )
         with self._lock:
@@ -128,7 +128,7 @@ class TrainerCalls:
             if len(self._leases) >= _MAX_LEASES:
                 raise BusyError(f"agent {os.getpid()}: expected at most {_MAX_LEASES} trainers")
             ticket = secrets.token_bytes(_TICKET_BYTES)
-            lease = _Trainer(next(self._numbers), ticket, owner, Vigil(owner), rank, launch, claimed_at)
+            lease = _Trainer(next(self._numbers), ticket, owner, LivenessCheck(owner), rank, launch, claimed_at)
             lease.process = acts_for or owner.identity
             self._leases[lease.lease_id] = lease
             self._ended.pop(rank, None)
@@ -149,16 +149,16 @@ class TrainerCalls:
         self._end(self._find(ticket), "said goodbye", "has closed its Checkpointer")
 
     def end_dead(self) -> None:
-        """Ends the leases of processes that are gone, and takes back what they were writing into."""
+        """End the leases of processes that are gone, and take back the slots that they were writing into."""
         with self._lock:
             leases = list(self._leases.values())
-        dead = [lease for lease in leases if lease.vigil.is_dead()]
+        dead = [lease for lease in leases if lease.liveness.is_dead()]
         if dead:
-            # IMPORTANT: before the core takes what they were writing for given up. They may have sealed it, and died
-            # before they could say so.
-            self._shell.look_around()
+            # IMPORTANT: before the core gives up what they were writing. They may have sealed it, and died before they
+            # could report it.
+            self._shell.rescan()
         for lease in dead:
-            self._end(lease, "is gone", _how_it_ended(lease.vigil))
+            self._end(lease, "is gone", _how_it_ended(lease.liveness))
         if dead:
             self._shell.store.reclaim()
 
@@ -172,11 +172,11 @@ class TrainerCalls:
                 self.idle_since = time.monotonic()
             has_trainers = any(one.launch is not None for one in self._leases.values())
             _offer(lease.news, None)
-        lease.vigil.close()
+        lease.liveness.close()
         _log.info("rank %d, process %d %s: lease %d ends", lease.rank, lease.owner.pid, how, lease.lease_id)
         self._shell.feed(LeaseEnded(lease.lease_id))
         if lease.launch is not None and not has_trainers:
-            # Whoever only reads neither delays that nor causes it.
+            # A process that only reads neither delays nor causes that.
             self._shell.want_flush_at_end("the trainers ended")
 
     def _find(self, ticket: bytes) -> _Trainer:
@@ -195,7 +195,7 @@ class TrainerCalls:
         return (*(TrainerState(rank, True) for rank in sorted(live)), *ended)
 
     def trainers(self, ticket: bytes) -> tuple[TrainerState, ...]:
-        """The same for all nodes of the launch. A rank that lives on one node has ended on no other."""
+        """Return the ranks of all nodes of the launch. A rank that lives on one node has ended on no other."""
         self._find(ticket)
         found: dict[int, TrainerState] = {}
         for one in (*self.here(), *self._shell.peers.trainers()):
@@ -210,7 +210,7 @@ class TrainerCalls:
 
     def claimants(self, ticket: bytes) -> tuple[Claimant, ...]:
         self._find(ticket)
-        launch, _ = self._shell.standing_of_session()
+        launch, _ = self._shell.session_and_line()
         if launch is None:
             return ()
         with self._lock:
@@ -223,9 +223,11 @@ class TrainerCalls:
         return (*claimants, *self._returning(launch, {one.owner for one in leases}))
 
     def _returning(self, launch: Launch, known: set[Owner]) -> list[Claimant]:
-        """Live trainers that have saved in this launch, and have not said hello yet to an agent that has just started.
+        """Return live trainers that have saved in this launch and have not said hello yet to an agent that has just
+        started.
 
-        They need a moment, and a launch that asks meanwhile waits that long. Who has said goodbye before is among them.
+        They need a moment, and a launch that asks meanwhile waits that long. Trainers that had closed their lease
+        before are among them.
         """
         if time.monotonic() - self._started_at > _RETURN_SECONDS:
             return []
@@ -234,15 +236,15 @@ class TrainerCalls:
             shard, writer = sealed.shard, sealed.writer
             if (shard.generation.epoch, shard.generation.nonce) != (launch.epoch, launch.nonce) or writer in known:
                 continue
-            if writer != me and not is_dead(writer):  # this process wrote replicas of other nodes' shards
+            if writer != me and not is_dead(writer):  # this process wrote the replicas of other nodes' shards
                 found[writer] = Claimant(writer.identity, writer.pid, shard.rank, launch, 0.0, is_ending(writer))
         return list(found.values())
 
     @staticmethod
     def _lives(lease: _Trainer) -> bool:
-        """Return True unless the process is known to have ended, or can't be looked up and does not listen any more."""
+        """Return True unless the process is known to have ended, or can't be looked up and no longer watches."""
         can_be_looked_up = lease.owner.pid_namespace == Owner.current().pid_namespace
-        return not lease.vigil.is_dead() and (can_be_looked_up or lease.watches > 0)
+        return not lease.liveness.is_dead() and (can_be_looked_up or lease.watches > 0)
 
     def begin(self, ticket: bytes, session: Session, credentials: Bundle | None) -> None:
         lease = self._find(ticket)
@@ -275,7 +277,8 @@ class TrainerCalls:
         try:
             failpoint("before_slot")
             deadline = time.monotonic() + timeout
-            # To ask for the next slot is to have ended with the one before: sealed, perhaps, and the word of it lost.
+            # A request for the next slot shows that the trainer has finished with the previous one: it may be sealed,
+            # and the report lost.
             if lease.shard is not None and (held := self._shell.hold(lease.shard)) is not None:
                 self._shell.feed(ShardSealed(held))
             self._shell.feed(SlotWanted(request_id, lease.lease_id, shard, on_busy == "wait", deadline))
@@ -292,11 +295,14 @@ class TrainerCalls:
         return slot_id
 
     def _grant(self, lease: _Trainer, request_id: int, shard: ShardId, size_bytes: int) -> int:
-        """IMPORTANT: takes back only what this very lease was granted and never wrote into. Another Checkpointer of
-        the same process, or a later request of this one, may be writing into its own."""
+        """Reserve the granted slot.
+
+        IMPORTANT: takes back only a slot that this lease was granted and never wrote into. Another Checkpointer of the
+        same process, or a later request of this one, may be writing into its own.
+        """
         with self._lock:
             if lease.request_id != request_id:
-                raise DeadlineError(f"{shard}: whoever asked has asked again meanwhile")
+                raise DeadlineError(f"{shard}: a newer request of this trainer has replaced this one")
             left_over, lease.slot_id = lease.slot_id, None
         if left_over is not None:
             self._shell.store.withdraw(left_over, lease.owner)
@@ -312,7 +318,7 @@ class TrainerCalls:
             case RefuseBusy(_, reason, in_vain):
                 raise BusyError(
                     reason,
-                    hint="save less often, raise slots_per_rank, or look at `flashckpt status` for what lags",
+                    hint="save less often, raise slots_per_rank, or see `flashckpt status` for what lags behind",
                     step=shard.generation.step,
                     in_vain=in_vain,
                 )
@@ -347,7 +353,7 @@ class TrainerCalls:
         self._settle(lease, generation)
 
     def _settle(self, lease: _Trainer, generation: Generation) -> None:
-        """So that its next request for a slot, which the training thread waits for, need not look for the shard."""
+        """Note that the rank has sealed its shard or given it up: its next request for a slot need not look for it."""
         with self._lock:
             if lease.shard is not None and lease.shard.generation == generation:
                 lease.shard = None
@@ -355,7 +361,7 @@ class TrainerCalls:
     # --- news -----------------------------------------------------------------------------------------------
 
     def watch(self, ticket: bytes) -> Iterator[WatchNews | None]:
-        """What becomes of the generations, beginning with what is already known; None while nothing is new."""
+        """Yield the progress of generations, beginning with what is known already; None while nothing is new."""
         lease = self._find(ticket)
         news: queue.Queue[WatchNews | None] = queue.Queue(_MAX_NEWS)
         with self._lock:
@@ -393,7 +399,7 @@ class TrainerCalls:
             request.answered.set()
 
     def tell_overtaken(self) -> None:
-        """Tell the trainers whose launch a newer one has overtaken, once in each watch."""
+        """Tell the trainers whose launch a newer one has overtaken, once per watch."""
         newest, _ = self._shell.current()
         with self._lock:
             newer = [one for one in self._leases.values() if newest is not None and one.launch == newest]
@@ -411,7 +417,7 @@ class TrainerCalls:
                 _offer(lease.news, Overtaken(newest, reason))
 
     def close(self) -> None:
-        """Ends all watches: trainers see that the agent goes, and look for its successor."""
+        """End all watches: trainers see that the agent ends, and look for its successor."""
         with self._lock:
             self._closed = True
             for lease in self._leases.values():
@@ -440,15 +446,15 @@ class TrainerCalls:
             return [{"rank": one.rank, "pid": one.owner.pid} for one in self._leases.values()]
 
 
-def _how_it_ended(vigil: Vigil) -> str:
-    code = vigil.exit_code()
+def _how_it_ended(liveness: LivenessCheck) -> str:
+    code = liveness.exit_code()
     if code is None:
         return "ended"
     return f"ended (signal {-code})" if code < 0 else f"ended (exit code {code})"
 
 
 def _offer(news: queue.Queue[WatchNews | None] | None, one: WatchNews | None) -> None:
-    """Never waits: whoever does not read loses the oldest."""
+    """Queue news without waiting: a trainer that does not read loses the oldest."""
     while news is not None:
         try:
             news.put_nowait(one)

@@ -1,6 +1,9 @@
-"""Tells people what changes: one WARNING in the agent's log for each change of how the kept generation stands and of
-who answers; to this node's trainers how it stands, and why what they have saved is not replicated; and the list of lost
-generations that `ls` and `status` read."""
+"""Tells people and trainers what changes.
+
+One WARNING in the agent's log for each change of how the kept generation stands and of which nodes answer; news to this
+node's trainers on how it stands, and why what they have saved is not replicated; and the list of lost generations that
+`ls` and `status` read.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 class Watch:
-    """Of one agent. One call at a time."""
+    """The watch of one agent. One call at a time."""
 
     def __init__(self, store: SlotStore) -> None:
         self._store = store
@@ -32,16 +35,18 @@ class Watch:
         self._launch: Launch | None = None
         self._verdict: Verdict | None = None
         self._held: frozenset[Generation] = frozenset()
-        self._waiting: dict[Generation, float] = {}  # not replicated yet, and when that was first seen
-        self._lag: Change | None = None  # as the trainers were told
-        self._warned = ""  # of what lags, without what differs from attempt to attempt
-        self._standing: Change | None = None  # how the kept generation stands, if it is not well
+        self._waiting: dict[Generation, float] = {}  # not replicated yet, and since when that is known
+        self._lag: Change | None = None  # as told to the trainers
+        self._warned = ""  # why generations lag, without the parts that vary from attempt to attempt
+        self._kept_state: Change | None = None  # how the kept generation stands, if it is not well
 
     def look(self, core: AgentCore, now: float) -> tuple[list[str], list[Change]]:
-        """What has changed since the last look: a line each for the log, and what trainers hear. Under the lock that
-        guards the core: it does no I/O."""
+        """Return what has changed since the last look: one log line per change, and the news for trainers.
+
+        The caller holds the core's lock: there is no I/O here.
+        """
         launch = core.session.launch if core.session is not None else None
-        if launch != self._launch:  # with other members; what is lost stays lost
+        if launch != self._launch:  # another launch has other members; what is lost stays lost
             self._launch, self._noted = launch, Noted(frozenset(), self._noted.safety, self._noted.lost)
             self._waiting.clear()
         found = verdict_of(core, now)
@@ -50,11 +55,11 @@ class Watch:
         peers = {} if core.is_fenced else peers_of(core, now)
         self._noted, lines, changes = news(self._noted, peers, self._verdict)
         for change in changes:
-            self._standing = None if change.kind is ChangeKind.HEALED else change
+            self._kept_state = None if change.kind is ChangeKind.HEALED else change
         return [*lines, *map(str, changes)], [*changes, *self._look_for_lag(core, peers, now)]
 
     def _look_for_lag(self, core: AgentCore, peers: Mapping[str, Peer], now: float) -> list[Change]:
-        """Only of what was there at the last look: most generations are replicated between two of them."""
+        """Report only what was already waiting at the last look: most generations are replicated between two looks."""
         before, waiting = self._waiting, waiting_of(core)
         self._waiting = {generation: before.get(generation, now) for generation in waiting}
         found = lag_of(core, {g: since for g, since in self._waiting.items() if g in before}, peers, now)
@@ -66,18 +71,18 @@ class Watch:
         if told is not None and (told.kind, told.reason) == (self._lag.kind, self._lag.reason):
             return []
         if self._lag.kind is ChangeKind.LAGGING:
-            if gist == self._warned:  # the reason is another one, and nothing that needs a warning
+            if gist == self._warned:  # the reason has changed, but only in a way that needs no warning
                 return [self._lag._replace(kind=ChangeKind.WAITING)]
             self._warned = gist
         return [self._lag]
 
     @property
     def current(self) -> list[Change]:
-        """For a trainer that begins to listen. Under the lock that guards the core."""
-        return [change for change in (self._standing, self._lag) if change is not None]
+        """Return the news for a trainer that begins to watch. The caller holds the core's lock."""
+        return [change for change in (self._kept_state, self._lag) if change is not None]
 
     def keep_losses(self) -> None:
-        """Brings the list of lost generations up to date with the last look."""
+        """Update the list of lost generations to the last look."""
         verdict = self._verdict
         known = self._store.read_losses()
         kept = [one for one in known if one.generation in self._held]

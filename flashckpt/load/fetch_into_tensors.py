@@ -49,7 +49,7 @@ _NEWS_SECONDS = 0.1
 
 
 class Landing:
-    """One shard on its way into tensors. Threads may share it (fetching.Kept, gathering.TakesHead)."""
+    """One shard on its way into tensors. Threads may share it (fetch.FetchTarget, gathering.TakesHead)."""
 
     def __init__(self, job: str, retrieval: Retrieval, pieces: Pieces) -> None:
         """`pieces`: rows of (offset in the data area, address, length), as native.receive_chunks takes them.

@@ -1,1 +1,1 @@
-"""A shard's bytes from here to there."""
+"""Moves a shard's bytes from node to node."""

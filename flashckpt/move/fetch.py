@@ -1,6 +1,6 @@
-"""Gets the head and the chunks of a shard from its holders, one after the other until one gives them.
+"""Fetches the head and the chunks of a shard from its holders, one after the other until one provides them.
 
-Used by whoever keeps what comes: the agent, in its node's memory (agent/retrieve.py), and a rank, in its tensors
+Used by both sides that keep the bytes: the agent, in its node's memory (agent/retrieve.py), and a rank, in its tensors
 (load/fetch_into_tensors.py).
 """
 
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-# Whom to ask next for a part of a shard. Pure.
+# Which holder to ask next for a part of a shard. Pure.
 
-# A holder whose connection broke is asked once more, when all others were: its agent may be back within a second.
+# A holder whose connection broke is asked once more, after all others: its agent may be back within a second.
 _TRIES_BROKEN = 2
-_TRIES_BUSY = 6  # that says itself that another time may help
+_TRIES_BUSY = 6  # of a holder that was busy
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 4.0
 
 
 class Sources:
-    """Holders of one part, in the order to ask them. One that fails goes to the end, or for good."""
+    """The holders of one part, in the order to ask them. One that fails moves to the end, or is dropped."""
 
     def __init__(self, node_ids: Iterable[str]) -> None:
         self._left = list(node_ids)
@@ -47,11 +47,11 @@ class Sources:
 
     @property
     def reasons(self) -> tuple[tuple[str, str], ...]:
-        """What went wrong last, holder by holder."""
+        """The last failure of each holder that failed."""
         return tuple(self._reasons.items())
 
     def next(self) -> tuple[str | None, float]:
-        """The holder to ask, after so many seconds. None: there is none left."""
+        """Return the holder to ask, and the seconds to wait first. None: no holder is left."""
         if not self._left:
             return None, 0.0
         failures = self._failures.get(self._left[0], 0)
@@ -59,7 +59,7 @@ class Sources:
         return self._left[0], pause
 
     def failed(self, node_id: str, reason: str, *, passing: bool) -> None:
-        """`passing`: in transport; else what it gave was wrong."""
+        """Note a failed request. `passing`: the connection broke; otherwise the bytes were wrong."""
         self._drop(node_id, reason, _TRIES_BROKEN if passing else 1)
 
     def refused(self, node_id: str, reason: str, *, retry: bool) -> None:
@@ -73,7 +73,7 @@ class Sources:
             self._left.append(node_id)
 
 
-_MAX_GET_RANGES = 1024  # of one request; a portion with more asks again
+_MAX_GET_RANGES = 1024  # per request; a portion with more asks again
 
 
 class NoSourceError(Exception):
@@ -84,8 +84,9 @@ class NoSourceError(Exception):
         self.problem = ShardProblem(shard, reasons)
 
 
-class Kept(TakesHead, Protocol):
-    """A shard that is being fetched, or parts of it. Any thread; what does not have its checksum is refused."""
+class FetchTarget(TakesHead, Protocol):
+    """A shard, or parts of it, that is being fetched. Any thread may call it. It refuses what does not match its
+    checksum."""
 
     @property
     def head_bytes(self) -> int: ...
@@ -95,10 +96,10 @@ class Kept(TakesHead, Protocol):
         """0 until the head is known."""
 
     def read_head(self) -> HeadReader:
-        """For one attempt to get the head from one holder."""
+        """Return a reader for one attempt to fetch the head from one holder."""
 
     def missing(self, ranges: Iterable[ChunkRange]) -> tuple[ChunkRange, ...]:
-        """Of these, what has not come yet."""
+        """Return which of these chunks have not arrived yet."""
 
     def receive(self, first: int, size_bytes: int, fd: int, scratch: memoryview) -> bool: ...
 
@@ -114,58 +115,61 @@ class Stop(Protocol):
 
 
 class Fetching:
-    """All requests of one retrieval. Any thread."""
+    """Makes all requests of one retrieval. Any thread may call it."""
 
     def __init__(self, ask: Ask, stop: Stop, deadline: float, count: Callable[[int], None]) -> None:
-        """`stop`: nobody waits for it any more. `count` gets the bytes of chunks that have come."""
+        """`stop`: set when nobody waits for the retrieval any more. `count` is called with the bytes of chunks that
+        have arrived."""
         self._ask = ask
         self._stop = stop
         self._deadline = deadline
         self._count = count
 
-    def head(self, kept: Kept, node_ids: Iterable[str]) -> None:
-        """NoSourceError where none of these nodes gives it."""
+    def head(self, target: FetchTarget, node_ids: Iterable[str]) -> None:
+        """Fetch the head. Raise NoSourceError if none of these nodes provides it."""
         sources = Sources(dict.fromkeys(node_ids))
-        while not kept.chunk_bytes:
-            node_id = self._next(sources, kept)
-            with contextlib.closing(kept.read_head()) as reader:
-                self._get(sources, node_id, kept, (), _HeadTaker(reader, self._stop))
+        while not target.chunk_bytes:
+            node_id = self._next(sources, target)
+            with contextlib.closing(target.read_head()) as reader:
+                self._get(sources, node_id, target, (), _HeadTaker(reader, self._stop))
 
-    def portion(self, kept: Kept, portion: Portion) -> None:
-        """Its chunks, the rest of them from the next source where one fails. NoSourceError with the last one."""
+    def portion(self, target: FetchTarget, portion: Portion) -> None:
+        """Fetch the portion's chunks, from the next source if one fails. Raise NoSourceError after the last one."""
         sources = Sources(dict.fromkeys(portion.sources))
-        taker = _ChunkTaker(kept, self._stop, self._count)
-        while missing := kept.missing(portion.ranges):
-            node_id = self._next(sources, kept)
-            self._get(sources, node_id, kept, missing[:_MAX_GET_RANGES], taker)
+        taker = _ChunkTaker(target, self._stop, self._count)
+        while missing := target.missing(portion.ranges):
+            node_id = self._next(sources, target)
+            self._get(sources, node_id, target, missing[:_MAX_GET_RANGES], taker)
 
-    def _next(self, sources: Sources, kept: Kept) -> str:
-        """Whom to ask now; waits where all that are left were asked before."""
+    def _next(self, sources: Sources, target: FetchTarget) -> str:
+        """Return the holder to ask now. Wait first if it has failed before."""
         node_id, pause = sources.next()
         if node_id is None:
-            raise NoSourceError(kept.shard, sources.reasons)
+            raise NoSourceError(target.shard, sources.reasons)
         self._stop.wait(min(pause, max(0.0, self._deadline - time.monotonic())))
         _raise_if_set(self._stop)
         return node_id
 
-    def _get(self, sources: Sources, node_id: str, kept: Kept, ranges: tuple[ChunkRange, ...], taker: Taker) -> None:
+    def _get(
+        self, sources: Sources, node_id: str, target: FetchTarget, ranges: tuple[ChunkRange, ...], taker: Taker
+    ) -> None:
         left = max(0.1, self._deadline - time.monotonic())
         try:
-            refused = self._ask(node_id, kept.shard, kept.digest, ranges, taker, left)
+            refused = self._ask(node_id, target.shard, target.digest, ranges, taker, left)
         except (NoSpaceError, ClosedError):
-            raise  # ours
+            raise  # they are about this node, not about the holder
         except FlashError as error:
-            _log.info("%s from %s: %s", kept.shard, node_id, error.message)
+            _log.info("%s from %s: %s", target.shard, node_id, error.message)
             sources.failed(node_id, error.message, passing=isinstance(error, PeerError))
         else:
             if refused is not None:
-                _log.info("%s from %s: refused: %s", kept.shard, node_id, refused.reason)
+                _log.info("%s from %s: refused: %s", target.shard, node_id, refused.reason)
                 sources.refused(node_id, refused.reason, retry=refused.retry)
 
 
 def _raise_if_set(stop: Stop) -> None:
     if stop.is_set():
-        raise ClosedError("nobody waits for it any more")
+        raise ClosedError("the retrieval was stopped: nobody waits for it any more")
 
 
 class _HeadTaker:
@@ -188,28 +192,28 @@ class _HeadTaker:
 
 
 class _ChunkTaker:
-    def __init__(self, kept: Kept, stop: Stop, count: Callable[[int], None]) -> None:
-        self._kept = kept
+    def __init__(self, target: FetchTarget, stop: Stop, count: Callable[[int], None]) -> None:
+        self._target = target
         self._stop = stop
         self._count = count
 
     def opened(self, info: GetInfo) -> None:
-        expected = (self._kept.size_bytes, self._kept.head_bytes, self._kept.chunk_bytes)
+        expected = (self._target.size_bytes, self._target.head_bytes, self._target.chunk_bytes)
         found = (info.size_bytes, info.head_bytes, info.chunk_bytes)
         if found != expected:
-            corrupt(str(self._kept.shard), f"sizes of shard, head and chunks {expected}", f"{found}")
+            corrupt(str(self._target.shard), f"sizes of shard, head and chunks {expected}", f"{found}")
 
     def put_head(self, offset: int, data: bytes | memoryview) -> None:
         raise PeerError(f"expected chunks alone, found a piece of the head at {offset}")
 
     def receive(self, first: int, size_bytes: int, fd: int, scratch: memoryview) -> bool:
         _raise_if_set(self._stop)
-        taken = self._kept.receive(first, size_bytes, fd, scratch)
+        taken = self._target.receive(first, size_bytes, fd, scratch)
         if taken:
             self._count(size_bytes)
         return taken
 
     def put_chunks(self, first: int, data: bytes | memoryview) -> None:
         _raise_if_set(self._stop)
-        self._kept.put_chunks(first, data)
+        self._target.put_chunks(first, data)
         self._count(len(data))

@@ -1,7 +1,8 @@
-"""The data area of a shard that is being received: chunks in any order, from any thread, verified before they count.
+"""Receives the data area of a shard: chunks in any order, from any thread, verified before they count.
 
-Verifying and writing happen outside the lock, so that connections do not wait for each other; a chunk that one thread
-has claimed is not written by another one, and what is here is never written again. After `close` nobody writes.
+Verifying and writing happen outside the lock, so that connections do not wait for each other. A chunk that one thread
+has claimed is not written by another one, and a chunk that is here is never written again. After `close` no thread
+writes.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _CRC = struct.Struct("<I")
 
 
 class Filling:
-    """Of one shard, from the moment its head is known."""
+    """The data area of one shard, from the moment its head is known."""
 
     def __init__(
         self, file: Slot | SlotFile, shard: ShardId, where: str, table: Table, size_bytes: int, before_write: str
@@ -57,13 +58,13 @@ class Filling:
         return min(self.chunk_bytes, self._size_bytes - self.head_bytes - index * self.chunk_bytes)
 
     def bytes_of(self, one: ChunkRange) -> tuple[int, int]:
-        """Where in the file, and how many."""
+        """Return the offset in the file, and the number of bytes."""
         start = self.head_bytes + one.first * self.chunk_bytes
         return start, min(one.count * self.chunk_bytes, self._size_bytes - start)
 
     @property
     def next_missing(self) -> int:
-        """The first chunk that is not here; `chunks` where all are."""
+        """The index of the first chunk that is missing; `chunks` if none is."""
         with self._state:
             found = self._here.find(0)
             return self.chunks if found < 0 else found
@@ -73,9 +74,9 @@ class Filling:
             return tuple(run for one in ranges for run in runs(self._here, 0, one.first, one.first + one.count))
 
     def put(self, first: int, data: Buffer) -> None:
-        """Whole chunks, one after the other. CorruptShardError: the checksum of one is wrong, and none is taken.
+        """Take complete, consecutive chunks. Raise CorruptShardError, and take none, if the checksum of one is wrong.
 
-        One that is here already changes nothing.
+        A chunk that is here already changes nothing.
         """
         with memoryview(data).cast("B") as view:
             count = self._verify(first, view)
@@ -91,8 +92,11 @@ class Filling:
                 self._settle(claimed, done)
 
     def receive(self, first: int, size_bytes: int, fd: int, scratch: memoryview) -> bool:
-        """Takes these chunks out of a socket: verified in `scratch`, which has room for two, and then copied to their
-        place. False, and nothing is taken: they have to be put. Missing still where it raises; OSError is the socket's.
+        """Receive these chunks from a socket: verify them in `scratch`, which has room for two, then copy them to their
+        place.
+
+        Return False, with nothing read, if the caller has to read and put them. If it raises, the chunks are still
+        missing; OSError is the socket's.
         """
         view = self._file.view
         if view is None or len(scratch) < 2 * self.chunk_bytes:
@@ -116,7 +120,7 @@ class Filling:
         return True
 
     def _verify(self, first: int, view: memoryview) -> int:
-        """How many chunks these are."""
+        """Return the number of chunks in the view."""
         count = self._count(first, len(view))
         if bad := native.verify_chunks(view, self.chunk_bytes, self._crcs_of(ChunkRange(first, count)), 1):
             self._refuse_chunk(first, bad[0], view)
@@ -126,7 +130,7 @@ class Filling:
         return self._crcs[chunks.first * CRC_BYTES : (chunks.first + chunks.count) * CRC_BYTES]
 
     def close(self) -> None:
-        """Waits for those who write. May be called again."""
+        """Wait for the threads that write. May be called again."""
         with self._state:
             self._closed = True
             self._state.wait_for(lambda: not self._writers)
@@ -139,7 +143,7 @@ class Filling:
                     hint="open the push again",
                     shard=self._shard,
                 )
-            # A flag for either reason not to write it.
+            # A chunk is not written if it is here, or if another thread has claimed it.
             taken = bytes(map(int.__or__, self._here[first : first + count], self._claimed[first : first + count]))
             found = [ChunkRange(first + one.first, one.count) for one in runs(taken, 0, 0, count)]
             for one in found:
@@ -148,7 +152,7 @@ class Filling:
             return found
 
     def _settle(self, claimed: list[ChunkRange], done: int) -> None:
-        """The first `done` of them are written."""
+        """Mark the first `done` chunks as written and release the claims on the others."""
         with self._state:
             for number, run in enumerate(claimed):
                 span = slice(run.first, run.first + run.count)
@@ -176,7 +180,7 @@ class Filling:
     def _refuse(self, expected: str, found: str) -> NoReturn:
         raise ConfigError(
             f"{self._where}: expected {expected}, found {found}",
-            hint="the sender is of another version or broken: chunks come whole",
+            hint="the sender is of another version or broken: chunks have to be complete",
             shard=self._shard,
             where=self._where,
             expected=expected,
@@ -185,7 +189,7 @@ class Filling:
 
 
 def runs(flags: bytes | bytearray, value: int, first: int, end: int) -> Iterator[ChunkRange]:
-    """Stretches of one value."""
+    """Yield the stretches of chunks whose flag is `value`."""
     at = first
     while (start := flags.find(value, at, end)) >= 0:
         stop = flags.find(1 - value, start, end)

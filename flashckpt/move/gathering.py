@@ -1,10 +1,10 @@
-"""The reader's half of a retrieval: a shard, or parts of it, from several holders at once, verified chunk by chunk.
+"""Keeps what a retrieval fetches: a shard, or parts of it, from several holders at once, verified chunk by chunk.
 
     HEAD ──head is right──▶ DATA ──want, chunks in any order──▶ finish ──▶ DONE
       └───────────────────────┴──────────── abandon ────────────▶ ABANDONED
 
-A whole shard is received into a slot and sealed, as a replica is. A part goes into a sparse file beside the shards,
-with memory behind nothing but the head and the chunks that are wanted. The preamble comes last in both.
+A complete shard is received into a slot and sealed, as a replica is. A part goes into a sparse file beside the shards,
+with memory only behind the head and the chunks that are wanted. The preamble is written last in both.
 
 Failpoints: `mid_retrieve` (a chunk is verified, not yet written) · `before_fetched_seal`.
 """
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class GatheringState(enum.Enum):
-    HEAD = "head"  # nothing is known of it yet
+    HEAD = "head"  # the head is not known yet
     DATA = "data"  # the head is right; chunks may follow
     DONE = "done"
     ABANDONED = "abandoned"
@@ -50,7 +50,7 @@ class Gathering:
     """One shard that is being retrieved. Threads may share it."""
 
     def __init__(self, store: SlotStore, job: str, retrieval: Retrieval, *, max_shard_bytes: int | None = None) -> None:
-        """Takes the slot of a whole one at once: what can't be kept is not fetched (NoSpaceError)."""
+        """For a complete shard, take its slot at once: what can't be kept is not fetched (NoSpaceError)."""
         self.shard = retrieval.shard
         self.whole = retrieval.whole
         self.head_bytes = 0
@@ -86,19 +86,19 @@ class Gathering:
 
     @property
     def chunks(self) -> int:
-        """How many there are; 0 until the head is known."""
+        """The number of chunks; 0 until the head is known."""
         return 0 if self._filling is None else self._filling.chunks
 
     def missing(self, ranges: Iterable[ChunkRange]) -> tuple[ChunkRange, ...]:
-        """Of these, what has not come yet: what the next holder is asked for."""
+        """Return which of these chunks have not arrived yet: the next holder is asked for them."""
         return tuple(ranges) if self._filling is None else self._filling.missing(ranges)
 
     def read_head(self) -> HeadReader:
-        """For one attempt to get the head from one holder."""
+        """Return a reader for one attempt to fetch the head from one holder."""
         return HeadReader(self, self._job)
 
     def take_head(self, table: Table, stage: HeadStage) -> None:
-        """Of a head whose digest is right. A second one changes nothing."""
+        """Take a head whose digest is right. A second one changes nothing."""
         with self._lock:
             self._check_state("a head", GatheringState.HEAD, GatheringState.DATA)
             if self._state is GatheringState.DATA:
@@ -121,7 +121,8 @@ class Gathering:
             self._state = GatheringState.DATA
 
     def want(self, ranges: Iterable[ChunkRange]) -> int:
-        """Makes room for these chunks (NoSpaceError), and returns how many bytes they have. Once, after the head."""
+        """Make room for these chunks (NoSpaceError), and return how many bytes they have. Call it once, after the
+        head."""
         ranges = tuple(ranges)
         with self._lock:
             self._check_state("what is wanted", GatheringState.DATA)
@@ -141,17 +142,20 @@ class Gathering:
         return sum(length for _, length in map(filling.bytes_of, ranges))
 
     def receive(self, first: int, size_bytes: int, fd: int, scratch: memoryview) -> bool:
-        """Takes whole chunks out of a socket, verified and counted; False: they have to be put."""
+        """Receive complete chunks from a socket, verified and counted. Return False if the caller has to read and put
+        them."""
         return self._checked(first, size_bytes).receive(first, size_bytes, fd, scratch)
 
     def put_chunks(self, first: int, data: Buffer) -> None:
-        """Whole chunks, one after the other. CorruptShardError: the checksum of one is wrong. One that is here already
-        changes nothing. Several threads may bring some at once."""
+        """Take complete, consecutive chunks. Raise CorruptShardError if the checksum of one is wrong.
+
+        A chunk that is here already changes nothing. Several threads may call it at once.
+        """
         with memoryview(data).cast("B") as view:
             self._checked(first, len(view)).put(first, view)
 
     def _checked(self, first: int, size_bytes: int) -> Filling:
-        """Where chunks that are wanted go."""
+        """Return the data area that these chunks, which are wanted, belong to."""
         with self._lock:
             self._check_state(f"chunk {first}", GatheringState.DATA)
             filling = self._filling
@@ -163,8 +167,10 @@ class Gathering:
         return filling
 
     def finish(self) -> str:
-        """Makes it whole: "" = it is a shard now, else the name of the file. ConflictError where another content lies
-        here under that name."""
+        """Complete the file. Return "" if it is a sealed shard now, else the name of the file.
+
+        Raise ConflictError if a shard of that name with other content lies here.
+        """
         with self._lock:
             self._check_state("the end", GatheringState.DATA)
             lacking = sum(one.count for one in self.missing(self._wanted_ranges()))
@@ -185,14 +191,14 @@ class Gathering:
             return ""
 
     def abandon(self) -> None:
-        """Gives back what did not become a shard, also after finish(). May be called at any time and again."""
+        """Give back what did not become a shard, also after finish(). May be called at any time and again."""
         with self._lock:
             file, self._file = self._file, None
             self._state = GatheringState.ABANDONED
             filling = self._filling
         if filling is not None:
-            filling.close()  # IMPORTANT: whoever writes now would write into somebody else's slot
-        # A store that was closed has given a slot back already.
+            filling.close()  # IMPORTANT: a thread that still wrote would write into the slot's next shard
+        # A store that was closed has given the slot back already.
         with contextlib.suppress(ClosedError):
             if isinstance(file, FetchedFile):
                 file.remove()
@@ -217,7 +223,7 @@ class Gathering:
 
 
 class TakesHead(Protocol):
-    """What is known of a shard before its head is."""
+    """What HeadReader needs: the shard's name and sizes, and a place for its head."""
 
     @property
     def shard(self) -> ShardId: ...
@@ -232,11 +238,11 @@ class TakesHead(Protocol):
     def tag(self) -> int: ...
 
     def take_head(self, table: Table, stage: HeadStage) -> None:
-        """Of a head whose digest is right. A second one changes nothing."""
+        """Take a head whose digest is right. A second one changes nothing."""
 
 
 class HeadReader:
-    """One attempt to get the head. Nothing of it counts before all of it is known to be right."""
+    """One attempt to fetch the head. Nothing of it counts before all of it is known to be right."""
 
     def __init__(self, gathering: TakesHead, job: str) -> None:
         self._gathering = gathering
@@ -247,7 +253,7 @@ class HeadReader:
         self._head_bytes = 0
 
     def expect(self, size_bytes: int, head_bytes: int, tag: int) -> None:
-        """What the holder says of its copy."""
+        """Check what the holder says of its copy."""
         wanted = (self._gathering.size_bytes, self._gathering.tag)
         if (size_bytes, tag) != wanted:
             corrupt(self._where, f"size {wanted[0]} and tag {wanted[1]}", f"{size_bytes} and {tag}")
@@ -256,7 +262,8 @@ class HeadReader:
         self._head_bytes = head_bytes
 
     def put(self, offset: int, data: Buffer) -> None:
-        """The next piece. CorruptShardError, IncompatibleError with the last one: it is not the head of that shard."""
+        """Take the next piece. With the last one, raise CorruptShardError or IncompatibleError if it is not that
+        shard's head."""
         with memoryview(data).cast("B") as piece:
             if offset + len(piece) > self._head_bytes:
                 corrupt(self._where, f"a head of {self._head_bytes} bytes", f"a piece up to {offset + len(piece)}")

@@ -1,12 +1,12 @@
-"""The receiver's half of a push: a replica that becomes a shard only when every byte of it was verified.
+"""Receives a replica, which becomes a shard only when every byte of it was verified.
 
     OPEN ──head──▶ HEAD ──complete and right──▶ DATA ──finish──▶ SEALED
       ▲──────wrong──┘         └──────── abandon ────────▶ ABANDONED
 
-The head comes strictly in order, chunks come in any: several connections bring them at once. Where to go on after a
-broken connection is still one number each, the first byte and the first chunk that are missing. A piece that is
-refused changes nothing, except that a head that turns out wrong starts again. The preamble is written last, then the
-file is renamed: a receiver that dies anywhere before has left no shard.
+The head arrives strictly in order, chunks in any order: several connections bring them at once. Two numbers say where
+to continue after a broken connection: the first byte and the first chunk that are missing. A piece that is refused
+changes nothing, except that a head that turns out wrong starts again. The preamble is written last, then the file is
+renamed: a receiver that dies anywhere before has left no shard.
 
 Failpoints: `mid_put` (a chunk is verified, not yet written) · `before_replica_seal` · `after_replica_seal`.
 """
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 class IncomingState(enum.Enum):
     OPEN = "open"  # nothing was received
-    HEAD = "head"  # some of the head was
+    HEAD = "head"  # a part of the head was received
     DATA = "data"  # the head is right; chunks may follow
     SEALED = "sealed"
     ABANDONED = "abandoned"
@@ -60,7 +60,7 @@ class Incoming:
         *,
         max_shard_bytes: int | None = None,
     ) -> None:
-        """Takes a slot of that size at once: what can't be kept is refused before it is sent (NoSpaceError)."""
+        """Take a slot of that size at once: what can't be kept is refused before it is sent (NoSpaceError)."""
         self.shard = shard
         self.tag = tag
         self.size_bytes = size_bytes
@@ -90,23 +90,23 @@ class Incoming:
 
     @property
     def next_head_offset(self) -> int:
-        """Where the sender has to go on; `head_bytes` once the head is right."""
+        """The offset at which the sender has to continue; `head_bytes` once the head is right."""
         return self._next_head_offset
 
     @property
     def next_chunk(self) -> int:
-        """The first one that is missing."""
+        """The index of the first chunk that is missing."""
         return 0 if self._filling is None else self._filling.next_missing
 
     @property
     def chunks(self) -> int:
-        """How many there are; 0 until the head is known."""
+        """The number of chunks; 0 until the head is known."""
         return 0 if self._filling is None else self._filling.chunks
 
     def put_head(self, offset: int, data: Buffer) -> None:
-        """The next piece of what lies before the data area. With the last one everything in it is checked.
+        """Take the next piece of what lies before the data area. With the last one everything in it is checked.
 
-        CorruptShardError, IncompatibleError: the head is not what was announced, and starts again at 0.
+        Raise CorruptShardError or IncompatibleError if the head is not what was announced; it starts again at 0.
         """
         with self._lock, memoryview(data).cast("B") as piece:
             self._check_state("a piece of the head", IncomingState.OPEN, IncomingState.HEAD)
@@ -123,15 +123,19 @@ class Incoming:
                 self._take_head()
 
     def receive(self, first: int, size_bytes: int, fd: int, scratch: memoryview) -> bool:
-        """Takes whole chunks out of a socket, verified and counted; False: they have to be put."""
+        """Receive complete chunks from a socket, verified and counted. Return False if the caller has to read and put
+        them."""
         with self._lock:
             self._check_state(f"chunk {first}", IncomingState.DATA)
             filling = self._filling
         return filling is not None and filling.receive(first, size_bytes, fd, scratch)
 
     def put_chunks(self, first: int, data: Buffer) -> None:
-        """Whole chunks of the data area, one after the other. CorruptShardError: the checksum of one is wrong; they may
-        be sent again. Several threads may bring some at once."""
+        """Take complete, consecutive chunks of the data area.
+
+        Raise CorruptShardError if the checksum of one is wrong; they may be sent again. Several threads may call it at
+        once.
+        """
         with self._lock:
             self._check_state(f"chunk {first}", IncomingState.DATA)
             filling = self._filling
@@ -139,10 +143,10 @@ class Incoming:
             filling.put(first, data)
 
     def finish(self) -> Held:
-        """Makes it a shard. Only after this returned may it be acknowledged. May be called again after that.
+        """Seal the replica. Only after this has returned may it be acknowledged. May be called again after that.
 
-        Where the shard came here in another way meanwhile, that one is returned. ConflictError where it has
-        other content: somebody acts as the same rank of the same launch.
+        If the shard arrived here in another way meanwhile, return that one. Raise ConflictError if it has other
+        content: another process acts as the same rank of the same launch.
         """
         with self._lock:
             if self._held is not None:
@@ -156,7 +160,7 @@ class Incoming:
             return self._held
 
     def abandon(self) -> None:
-        """Gives the slot back, unless it became a shard. May be called at any time and again."""
+        """Give the slot back, unless it became a shard. May be called at any time and again."""
         with self._lock:
             self._abandon()
 
@@ -170,7 +174,7 @@ class Incoming:
             table = self._stage.parse(self._where, self.shard, self._job)
             if table.data_offset_bytes != self.head_bytes:
                 corrupt(self._where, f"data at {self.head_bytes}", f"at {table.data_offset_bytes}")
-            # All but the preamble: it comes last.
+            # All but the preamble, which is written last.
             for offset in range(PREAMBLE_BYTES, self.head_bytes, PIECE_BYTES):
                 self._slot.write_at(offset, self._stage.read(offset, min(PIECE_BYTES, self.head_bytes - offset)))
         except BaseException:
@@ -197,8 +201,8 @@ class Incoming:
         self._state = IncomingState.ABANDONED
         self._stage.close()
         if self._filling is not None:
-            self._filling.close()  # IMPORTANT: whoever writes now would write into somebody else's slot
-        # A store that was closed has given it back already.
+            self._filling.close()  # IMPORTANT: a thread that still wrote would write into the slot's next shard
+        # A store that was closed has given the slot back already.
         with contextlib.suppress(ClosedError):
             self._store.abandon(self._slot)
 
@@ -217,7 +221,7 @@ class Incoming:
     def _refuse(self, expected: str, found: str) -> NoReturn:
         raise ConfigError(
             f"{self._where}: expected {expected}, found {found}",
-            hint="the sender is of another version or broken: the head comes in order, chunks come whole",
+            hint="the sender is of another version or broken: the head comes in order, chunks have to be complete",
             shard=self.shard,
             where=self._where,
             expected=expected,

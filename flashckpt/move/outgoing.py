@@ -1,8 +1,8 @@
-"""The sender's half of a push: a sealed shard, read piece by piece, each verified, or sent as it lies.
+"""Reads a sealed shard to send it: piece by piece with verification, or mapped without.
 
 What this process looks at is read through the descriptor. A file that is cut short or recycled meanwhile gives an
-error, never a signal, and never a chunk that does not fit the header it was announced with. What is sent unread goes
-through a window, where only the kernel reads it.
+error, never a signal, and never a chunk that does not fit the header it was announced with. What is sent without being
+read goes through a window, where only the kernel reads it.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ _CRC = struct.Struct("<I")
 
 
 class Outgoing:
-    """One shard to send. The descriptor stays the caller's, and has to stay open."""
+    """One shard to send. The caller owns the descriptor and has to keep it open."""
 
     def __init__(
         self, fd: int, shard: ShardId, job: str, open_window: Callable[[], Window | None] = lambda: None
     ) -> None:
-        """CorruptShardError or IncompatibleError where the file is not that shard, whole up to its data area.
+        """Raise CorruptShardError or IncompatibleError if the file is not that shard, complete up to its data area.
 
-        `open_window`: of the file, asked for when something is to be sent; without one every chunk is read.
+        `open_window` opens a window of the file when something is to be sent; without one every chunk is read.
         """
         envelope = read_envelope(fd, expect=shard, job=job)
-        # The layout is as large as all the rest, and only its reader needs it.
+        # The layout is as large as the rest of the header, and only the shard's reader needs it.
         self.shard = shard
         self.head_bytes = envelope.data_offset_bytes
         self.size_bytes = envelope.data_offset_bytes + envelope.data_length_bytes
@@ -58,7 +58,7 @@ class Outgoing:
         self.digest = digest_of(fd)
 
     def read_head(self, offset: int, limit: int) -> bytes:
-        """Up to `limit` bytes of what lies before the data area; b"" at its end."""
+        """Return up to `limit` bytes of what lies before the data area; b"" at its end."""
         if not 0 <= offset <= self.head_bytes or limit <= 0:
             raise ConfigError(
                 f"head of {self.shard}: expected an offset from 0 to {self.head_bytes} and a limit above 0, "
@@ -67,7 +67,7 @@ class Outgoing:
         return _read(self._fd, offset, min(limit, self.head_bytes - offset))
 
     def read_chunk(self, index: int) -> bytes:
-        """A whole chunk, as its checksum says."""
+        """Return a complete chunk, after checking its checksum."""
         if not 0 <= index < self.chunks:
             raise ConfigError(f"{self.shard}: expected a chunk from 0 to {self.chunks - 1}, found {index}")
         start = index * self.chunk_bytes
@@ -80,7 +80,8 @@ class Outgoing:
         return data
 
     def view_of(self, chunks: ChunkRange) -> memoryview | None:
-        """These chunks, mapped, for whoever sends them unread; the caller's to release. None: they have to be read."""
+        """Return a mapped view of these chunks, to be sent unread; the caller releases it. None: they have to be
+        read."""
         if chunks.first < 0 or chunks.first + chunks.count > self.chunks:
             raise ConfigError(f"{self.shard}: expected chunks from 0 to {self.chunks - 1}, found {chunks}")
         start = chunks.first * self.chunk_bytes
@@ -90,14 +91,17 @@ class Outgoing:
         return None if self._window is None else self._window.view_of(self.head_bytes + start, length)
 
     def forget_window(self) -> None:
-        """When nobody sends any more: it keeps the memory of a file that is removed. None is opened after that: the
-        descriptor may be another file's by then."""
+        """Close the window when nobody sends any more: it would keep the memory of a removed file.
+
+        No window is opened after that: the descriptor may be another file's by then.
+        """
         self._open_window = lambda: None
         self._window = None
 
 
 def digest_of(fd: int) -> bytes:
-    """What names a shard's content: BLAKE2b of everything before the data area, checksums included."""
+    """Return the digest that names a shard's content: BLAKE2b of everything before the data area, checksums
+    included."""
     first = os.pread(fd, PREAMBLE_BYTES, 0)
     head_bytes = preambles.unpack(first, os.fstat(fd).st_size, name_of(fd)).data_offset_bytes
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
@@ -107,9 +111,9 @@ def digest_of(fd: int) -> bytes:
 
 
 def hold(fd: int, sealed: Sealed, *, job: str | None = None) -> Held:
-    """A sealed shard with its digest. Its header is checked, its data is not.
+    """Return a sealed shard with its digest. Its header is checked, its data is not.
 
-    CorruptShardError or IncompatibleError where it is not what its name says, or another job's than `job`.
+    Raise CorruptShardError or IncompatibleError if it is not what its name says, or belongs to another job than `job`.
     """
     envelope = read_envelope(fd, expect=sealed.shard, job=job)
     size_bytes = envelope.data_offset_bytes + envelope.data_length_bytes
@@ -119,7 +123,7 @@ def hold(fd: int, sealed: Sealed, *, job: str | None = None) -> Held:
 
 def _read(fd: int, offset: int, length: int) -> bytes:
     data = os.pread(fd, length, offset)
-    # A regular file gives less than was asked for only where it ends.
+    # Reading a regular file returns fewer bytes than asked for only at its end.
     if len(data) != length:
         corrupt(name_of(fd), f"{length} bytes at {offset}", f"{len(data)}: it was cut short")
     return data

@@ -1,4 +1,4 @@
-"""The last step of receiving a whole shard: its preamble, and the rename that makes it one."""
+"""Seals a received shard: writes its preamble and renames it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ if TYPE_CHECKING:
     from flashckpt.store.slots import SlotStore
     from flashckpt.types import Held, ShardId
 
-# Two receivers of one shard that see each other withdraw both; then one has to try again.
+# Two receivers of one shard that see each other both withdraw; then one has to try again.
 _SEAL_ATTEMPTS = 3
 
 
 def seal(store: SlotStore, job: str, slot: Slot | SlotFile, held: Held, preamble: bytes) -> Held:
-    """`held` itself where the slot became that shard. Else the slot stays the caller's: another one where the shard
-    came here in another way meanwhile; ConflictError where that has other content: somebody acts as the same rank of
-    the same launch."""
+    """Make the slot the shard `held`, and return that.
+
+    If the shard arrived here in another way meanwhile, return that one; the slot stays the caller's. Raise
+    ConflictError if it has other content: another process acts as the same rank of the same launch.
+    """
     slot.write_at(0, preamble)
     for attempt in range(1, _SEAL_ATTEMPTS + 1):
         try:
@@ -40,7 +42,8 @@ def seal(store: SlotStore, job: str, slot: Slot | SlotFile, held: Held, preamble
 
 
 def find_held(store: SlotStore, job: str, shard: ShardId) -> Held | None:
-    """The shard if it lies sealed here. CorruptShardError, IncompatibleError: it does, but is not what it should be."""
+    """Return the shard if it lies sealed here. Raise CorruptShardError or IncompatibleError if its file is not that
+    shard."""
     sealed = store.find(shard)
     if sealed is None:
         return None
@@ -58,7 +61,7 @@ def _find_other(store: SlotStore, job: str, shard: ShardId) -> Held | None:
     try:
         return find_held(store, job, shard)
     except (CorruptShardError, IncompatibleError) as error:
-        # Ours is good: the other one only keeps it out.
+        # Ours is good: an unreadable one only takes its name.
         for sealed in store.scan():
             if sealed.shard == shard:
                 store.quarantine(sealed, error.message)

@@ -1,4 +1,4 @@
-"""What moves a shard from node to node, as plain Python: its two ends, and the calls that join them.
+"""Defines both ends of a transfer between nodes, and the calls that join them, as plain Python.
 
 Nothing above a transport sees gRPC, protobuf or sockets.
 """
@@ -32,34 +32,37 @@ if TYPE_CHECKING:
 class Receiver(Protocol):
     """Takes one replica. Exactly one of finish, suspend and fail ends it; nothing is called after that.
 
-    Chunks are whole, in any order, and may come from several threads at once. Data is a view of a buffer: it must not
-    be kept beyond the call.
+    Chunks are complete, in any order, and may come from several threads at once. Data is a view of a buffer: it must
+    not be kept beyond the call.
     """
 
     @property
     def ready(self) -> PutReady:
-        """Where to go on from; earlier bytes are here already."""
+        """Where the sender has to continue; the bytes before are here already."""
 
     def put_head(self, offset: int, data: bytes | memoryview) -> None: ...
 
     def receive(self, first: int, size_bytes: int, fd: int, scratch: memoryview) -> bool:
-        """Takes whole chunks out of a socket by itself, verified and counted; False: it does not, and they are put.
-        `scratch` is the lane's own, for whatever it needs. OSError is the socket's."""
+        """Receive complete chunks from a socket, verified and counted. Return False if the caller has to read and put
+        them.
+
+        `scratch` belongs to the lane and may be used for anything. OSError is the socket's.
+        """
 
     def put_chunks(self, first: int, data: bytes | memoryview) -> None: ...
 
     def finish(self) -> bytes:
-        """Seals; the digest that the sender may count on. If it raises, `fail` follows."""
+        """Seal the replica, and return the digest to acknowledge. If it raises, `fail` follows."""
 
     def suspend(self) -> None:
-        """The connection broke: keep what was verified for the next attempt."""
+        """Keep what was verified for the next attempt: the connection broke."""
 
     def fail(self, error: Exception) -> None:
-        """What was sent is wrong or can't be kept: give it up."""
+        """Give the replica up: what was sent is wrong or can't be kept."""
 
 
 class Source(Protocol):
-    """A sealed shard that is read to be sent; reading verifies."""
+    """A sealed shard to send; reading verifies it."""
 
     @property
     def head_bytes(self) -> int: ...
@@ -75,8 +78,10 @@ class Source(Protocol):
     def read_chunk(self, index: int) -> bytes: ...
 
     def view_of(self, chunks: ChunkRange) -> memoryview | None:
-        """These chunks, mapped, to be sent unread, the caller's to release; None where they have to be read. IMPORTANT:
-        only the kernel may touch it: where the file was cut short, that is a signal for anybody else."""
+        """Return a mapped view of these chunks, to be sent unread; the caller releases it. None: they have to be read.
+
+        IMPORTANT: only the kernel may touch it: if the file was cut short, any other reader gets a signal.
+        """
 
 
 class Giver(Source, Protocol):
@@ -86,16 +91,16 @@ class Giver(Source, Protocol):
     def info(self) -> GetInfo: ...
 
     def rotten(self, error: Exception) -> None:
-        """It turned out bad while it was read."""
+        """Report that the shard turned out damaged while it was read."""
 
     def close(self) -> None: ...
 
 
 class Taker(Protocol):
-    """Takes what was asked of another node. Whatever it raises ends the call and reaches its caller.
+    """Takes what was asked of another node. An exception that it raises ends the call and reaches its caller.
 
-    Chunks are whole, and may come from several threads at once. Data is a view of a buffer: it must not be kept beyond
-    the call.
+    Chunks are complete, and may come from several threads at once. Data is a view of a buffer: it must not be kept
+    beyond the call.
     """
 
     def opened(self, info: GetInfo) -> None: ...
@@ -103,15 +108,21 @@ class Taker(Protocol):
     def put_head(self, offset: int, data: bytes | memoryview) -> None: ...
 
     def receive(self, first: int, size_bytes: int, fd: int, scratch: memoryview) -> bool:
-        """Takes whole chunks out of a socket by itself, verified and counted; False: it does not, and they are put.
-        `scratch` is the lane's own, for whatever it needs. OSError is the socket's."""
+        """Receive complete chunks from a socket, verified and counted. Return False if the caller has to read and put
+        them.
+
+        `scratch` belongs to the lane and may be used for anything. OSError is the socket's.
+        """
 
     def put_chunks(self, first: int, data: bytes | memoryview) -> None: ...
 
 
 class PeerApi(Protocol):
-    """A node's agent as the agents of other nodes see it. `peer` is the node id in the caller's certificate;
-    the sender that a message names has been compared with it, and its receiver with this node."""
+    """The calls that agents make to each other.
+
+    `peer` is the node id in the caller's certificate. The sender that a message names has been compared with it, and
+    its receiver with this node.
+    """
 
     def hello(self, peer: str, hello: Hello) -> Hello: ...
 
@@ -122,27 +133,27 @@ class PeerApi(Protocol):
     def get_open(self, peer: str, opening: GetOpen) -> Giver | GetRefused: ...
 
 
-class Brake(Protocol):
+class BandwidthLimit(Protocol):
     """Limits the bandwidth of pushes."""
 
     def take(self, size_bytes: int, /) -> object:
-        """Returns once that many bytes may be sent."""
+        """Return once that many bytes may be sent."""
 
 
 class PutEnd(enum.Enum):
     SEALED = enum.auto()  # the receiver wrote, verified and sealed it
-    HAVE = enum.auto()  # the receiver had it
+    HAVE = enum.auto()  # the receiver had it already
     REFUSED = enum.auto()
 
 
 @dataclass(frozen=True, slots=True)
 class PutResult:
-    """How a push ended that did not break."""
+    """How a push ended whose connection did not break."""
 
     end: PutEnd
-    digest: bytes = b""  # what the receiver holds; b"" where it refused
-    sent_bytes: int = 0  # fewer than the shard has where a push was resumed
+    digest: bytes = b""  # what the receiver holds; b"" if it refused
+    sent_bytes: int = 0  # fewer than the shard has if a push was resumed
     reason: str = ""  # of a refusal
-    retry: bool = False  # whether asking again later may help
+    retry: bool = False  # a later try may succeed
     launch: Launch | None = None  # the newest one that a refusing receiver has seen
     line: Line | None = None

@@ -1,4 +1,4 @@
-"""Where the head of a shard that is being received lies until it is known to be right."""
+"""Keeps the head of a shard that is being received until it is known to be right."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Table:
 
 
 class HeadStage:
-    """Where a head lies until it is known to be right: memory outside this process's heap, freed with it.
+    """Memory for a head that is not verified yet: outside this process's heap, freed with the object.
 
     Not in the slot: with its preamble in place the slot would look like a shard, without it it can't be parsed.
     """

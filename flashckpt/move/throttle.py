@@ -1,4 +1,4 @@
-"""A bandwidth limit for replication, so that training's own traffic keeps its share of the network."""
+"""Limits the bandwidth of replication, so that training's own traffic keeps its share of the network."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from flashckpt.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# What may go at once after a pause. Small, or a burst after every save would be the whole push.
+# How much may be sent at once after a pause. Small: otherwise the burst after a save would be the complete push.
 _BURST_SECONDS = 0.05
 
 
 class Throttle:
     """A token bucket that all pushes of a node share. None or 0 = no limit.
 
-    Who takes more than is there goes into debt and waits until it is paid, so that a chunk larger than the
-    bucket passes too. Those who come later wait longer: nobody is overtaken, and the sum keeps the limit.
+    A caller that takes more than there is waits until the debt is paid, so that a chunk larger than the bucket passes
+    too. Later callers wait longer: nobody is overtaken, and the sum keeps the limit.
     """
 
     def __init__(
@@ -34,11 +34,11 @@ class Throttle:
         self._clock = clock
         self._sleep = sleep
         self._lock = threading.Lock()
-        # When the bucket is (or was) empty of debt. Before now - burst it counts as full.
+        # When the debt is paid. More than the burst in the past counts as a full bucket.
         self._paid_until = clock() - _BURST_SECONDS
 
     def take(self, size_bytes: int) -> float:
-        """Waits until that many bytes may go. Returns the seconds it waited."""
+        """Wait until that many bytes may be sent. Return the seconds waited."""
         if size_bytes < 0:
             raise ConfigError(f"size_bytes: expected 0 or more, found {size_bytes}")
         if self.bytes_per_second is None:

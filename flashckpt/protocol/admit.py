@@ -94,7 +94,7 @@ def _why_no_put(
 
 
 def _is_extra(shard: ShardId, current: CurrentLaunch, ledger: Ledger, holdings: Holdings) -> bool:
-    """Return True if the replica is here only because another node is down or was."""
+    """Return True for a kept shard that neither a rank of this node wrote nor this node keeps as a buddy."""
     is_ours = current.owns(shard) or (
         current.is_of_this_launch(shard.generation) and current.node_id in current.buddies(shard.rank)
     )

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 def keeps(
     generation: Generation, count: int, record: Record | None, line: Line | None, base: Generation | None
 ) -> tuple[Generation, ...]:
-    """Return which `count` - 1 older generations stay when this one is committed: the newest loadable ones, newest
-    first.
+    """Return the newest `count` - 1 older generations that the line does not abandon: they stay when this one is
+    committed. Newest first.
 
     The list goes into the record, so that all nodes keep the same generations even if they have missed some records.
     """
@@ -81,7 +81,7 @@ class Tally:
     sealed: dict[int, float] = field(default_factory=dict)  # rank → when its node last reported that it has the shard
 
 
-class Ballot:
+class ReportCount:
     """Counts reports. Only the last report of a rank counts; one with fewer holders takes the earlier one back."""
 
     def __init__(self) -> None:
@@ -150,15 +150,15 @@ class Committing:
         self._outbox = outbox
         self._patience = patience
         self._wall_offset = wall_offset  # wall clock minus `now`, for times shown to people
-        self.ballot = Ballot()
+        self.counted = ReportCount()
 
     def enter(self) -> None:
         """Start with an empty count for another launch."""
-        self.ballot = Ballot()
+        self.counted = ReportCount()
 
     def stop(self) -> None:
         """Forget the count: the launch is over, and nothing is committed any more."""
-        self.ballot.generations.clear()
+        self.counted.generations.clear()
 
     # --- as an owner ----------------------------------------------------------------------------------------
 
@@ -230,18 +230,18 @@ class Committing:
             return
         if not current.is_of_this_launch(generation) or report.shard.world != current.session.world:
             return
-        self.ballot.note_reached(report.shard, now)
+        self.counted.note_reached(report.shard, now)
         if not self._ledger.is_settled(generation):
             others = {node for node in report.holders if node != sender and current.member(node) is not None}
-            view = self.ballot.take(report, now, enough=len(others) >= current.replicas)
+            view = self.counted.take(report, now, enough=len(others) >= current.replicas)
             if not missing_ranks(view.reports, current.session.world):
                 self._commit(generation, current.session.world, current.session.keep_memory, now)
         self._void_what_cannot_complete(now)
 
     def take_back(self, shard: ShardId, now: float) -> None:
         """Stop counting a shard that its owner has lost or given up."""
-        self.ballot.note_reached(shard, now)
-        self.ballot.take_back(shard)
+        self.counted.note_reached(shard, now)
+        self.counted.take_back(shard)
         self._void_what_cannot_complete(now)
 
     def take_give_up(self, generation: Generation, sender: str, now: float) -> None:
@@ -267,7 +267,7 @@ class Committing:
     def _commit(self, generation: Generation, world: int, count: int, now: float) -> None:
         ledger, current = self._ledger, self._current
         stay = keeps(generation, count, ledger.threshold, current.line, ledger.base)
-        reports = self.ballot.reports(generation)
+        reports = self.counted.reports(generation)
         self._take_record(Record(generation, world, current.replicas, now + self._wall_offset, stay))
         self._copying.note_commit(generation, reports, now)
         self.announce(now)
@@ -280,8 +280,8 @@ class Committing:
         node hears of it. Voids are not kept on disk: without its own shards a restarted coordinator can't commit what
         others have released since.
         """
-        reached, news = self.ballot.reached, False
-        for generation, view in list(self.ballot.generations.items()):
+        reached, news = self.counted.reached, False
+        for generation, view in list(self.counted.generations.items()):
             found = abandoned_by(generation, view.sealed, reached, self._patience)
             if found is not None:
                 self._void(generation, f"rank {found} went on to step {reached[found].generation.step} without it")
@@ -297,11 +297,11 @@ class Committing:
         if effects:
             self._outbox.add(*effects)
             self._holdings.forget_wanted(self._ledger.is_beside)
-            self.ballot.forget(self._ledger.is_overtaken)
+            self.counted.forget(self._ledger.is_overtaken)
 
     def _void(self, generation: Generation, reason: str) -> None:
         effects = self._ledger.void(generation, reason)
         if effects:
             self._flushing.lost(generation)
-            self.ballot.generations.pop(generation, None)
+            self.counted.generations.pop(generation, None)
             self._outbox.add(*effects)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from flashckpt.protocol.events import PushEnd
 from flashckpt.protocol.heal import Healing
-from flashckpt.protocol.verdict import Word
+from flashckpt.protocol.verdict import HealerWord
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -52,7 +52,7 @@ class Copying:
         self._healing = Healing(self._current.node_id, session, placement, limits.peer_timeout, limits.pushes_per_node)
 
     @property
-    def health(self) -> Word | None:
+    def health(self) -> HealerWord | None:
         """Return the healer's last word on the kept generation."""
         return self._healing.health if self._healing is not None else None
 
@@ -114,7 +114,7 @@ class Copying:
             self.hear_kept(answer.health.generation, now)
         if self._healing is None or answer.health is None or answer.health.generation != self._ledger.kept:
             return
-        self._healing.health = Word(answer.health, now, sender)
+        self._healing.health = HealerWord(answer.health, now, sender)
         self._healing.expect(answer.health.generation, answer.copies, now)
         self._make(answer.copies, now)
 

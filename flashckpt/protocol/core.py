@@ -71,7 +71,7 @@ if TYPE_CHECKING:
 
     from flashckpt.protocol.line import Line
     from flashckpt.protocol.placement import Placement
-    from flashckpt.protocol.verdict import Word
+    from flashckpt.protocol.verdict import HealerWord
     from flashckpt.protocol.wire import Report
     from flashckpt.types import Generation, Held, Launch, Record, Session, ShardId
 
@@ -181,7 +181,7 @@ class AgentCore:
         return self.holdings.acks
 
     @property
-    def health(self) -> Word | None:
+    def health(self) -> HealerWord | None:
         return self.copying.health
 
     def silent(self, now: float) -> dict[str, tuple[float, str]]:
@@ -204,8 +204,8 @@ class AgentCore:
         return [(one.held, one.node_id, one.running, one.problem) for one in self.pushing.transfers.values()]
 
     def reported(self, generation: Generation) -> dict[int, Report]:
-        """As the coordinator: what is known of the ranks of a generation."""
-        return self.committing.ballot.reports(generation)
+        """Return the counted reports on a generation, by rank. Empty if this node is not the coordinator."""
+        return self.committing.counted.reports(generation)
 
     # --- launches -------------------------------------------------------------------------------------------
 

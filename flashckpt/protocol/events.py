@@ -208,7 +208,7 @@ class Pushed:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """A node said hello from another address."""
+    """A node connected from another address than before."""
 
     node_id: str
     address: str

@@ -1,4 +1,4 @@
-"""Decides who writes which generation to disk, and when. Pure."""
+"""Decides which node writes which generation to disk, and when. Pure."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def choose(
     since_step: int,
     since_seconds: float,
 ) -> tuple[Generation | None, str]:
-    """The committed generation to flush now, with the reason; None with the reason why nothing is due.
+    """Return the committed generation to flush now, with the reason; or None with the reason why nothing is due.
 
-    `newest` is the newest committed one, `wanted` what somebody asked for, `since_step` the step that was flushed or
-    loaded last, `since_seconds` how long ago that was.
+    `newest` is the newest committed one, `wanted` what was asked for, `since_step` the step that was flushed or loaded
+    last, `since_seconds` how long ago that was.
     """
     if newest is None:
         return None, "nothing is committed yet"
@@ -51,7 +51,8 @@ def choose(
         return wanted
     if is_persisted(newest, persisted):
         return None, f"step {newest.step} is persisted"
-    # Whoever crosses a multiple is due: the save at the multiple itself may have been skipped.
+    # A generation is due once a multiple of the interval lies behind it: the save at the multiple may have been
+    # skipped.
     if settings.interval is not None and newest.step // settings.interval > since_step // settings.interval:
         return newest, f"every {settings.interval} steps"
     if settings.interval_seconds is not None and since_seconds >= settings.interval_seconds:
@@ -64,16 +65,16 @@ def is_persisted(generation: Generation, persisted: Generation | None) -> bool:
 
 
 def retry_delay(failures: int) -> float:
-    """Seconds until the next attempt after so many in a row failed."""
+    """Return the seconds until the next attempt after `failures` failures in a row."""
     return min(_RETRY_MOST_SECONDS, _RETRY_FIRST_SECONDS * 2.0 ** min(16, max(0, failures - 1)))
 
 
 def writers(
     session: Session, placement: Placement, down: Collection[str]
 ) -> tuple[tuple[tuple[str, tuple[int, ...]], ...], str]:
-    """(node → ranks whose shards it writes), and why it can't be done; "" = it can.
+    """Return (node → ranks whose shards it writes), and why it can't be done; "" = it can.
 
-    Each node those of its own ranks; where it is down, the first of its buddies that is not.
+    Each node writes the shards of its own ranks. Where it is down, the first of its buddies that is not writes them.
     """
     chosen: dict[str, list[int]] = {member.node_id: [] for member in session.members if member.node_id not in down}
     for member in session.members:
@@ -88,10 +89,10 @@ def writers(
 
 # What an agent's core knows of the persistent tier: what is wanted, being written, on disk, and what went wrong.
 #
-# One node orders (`who_orders`), all write, and the flusher of the one that ordered commits. An order is state: it
-# stands in every message of that node for as long as it holds, and a node that no longer finds it there stops.
+# One node orders (`who_orders`), all write, and the flusher of the node that ordered commits. An order is state: it is
+# part of every message of that node while it is in force, and a node that no longer finds it there stops.
 
-_GRACE_SECONDS = 60.0  # beyond a flush's own timeout, until a node lets go of what was never spoken of again
+_GRACE_SECONDS = 60.0  # beyond a flush's own timeout, until a node drops an order of which it hears nothing more
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,7 @@ class Wanted:
 
 
 class Flushing:
-    """Part of the core: no I/O, no clock of its own."""
+    """The flushes of one launch, as this node knows them. No I/O, no clock of its own."""
 
     def __init__(self) -> None:
         self.order: FlushOrder | None = None  # in force
@@ -115,10 +116,10 @@ class Flushing:
         self.failures = 0  # in a row
         self.counts = {"done": 0, "failed": 0}
         self.retry_at = 0.0
-        self.ending = ""  # why the newest is to be flushed whenever it is not: nobody works here any more
-        self._owed = ""  # why the newest is to be flushed once a failure has been waited out
+        self.ending = ""  # why the newest is to be flushed, if it is not: the last trainer has left
+        self._owed = ""  # why the newest is to be flushed after the delay that follows a failure
         self._owed_urgent = False
-        self._started = 0  # attempt that this node's flusher was started for
+        self._started = 0  # attempt for which this node's flusher was started
         self._order_ends = 0.0
         self._since_step = 0
         self._since = 0.0
@@ -131,7 +132,7 @@ class Flushing:
         return self.order is not None or self.wanted is not None
 
     def needs(self, generation: Generation) -> bool:
-        """Its shards stay, whatever has been committed since."""
+        """Return True if a flush needs the generation's shards, whatever has been committed since."""
         order, wanted = self.order, self.wanted
         return (order is not None and order.generation == generation) or (
             wanted is not None and wanted.generation == generation
@@ -140,13 +141,13 @@ class Flushing:
     # --- events ---------------------------------------------------------------------------------------------
 
     def stop(self) -> list[Effect]:
-        """The launch is over, and with it what it has ordered."""
+        """Stop the flush that is under way: the launch is over."""
         effects: list[Effect] = [StopFlush()] if self.order is not None else []
         self.order = self.wanted = None
         return effects
 
     def enter(self, now: float) -> list[Effect]:
-        """Another launch."""
+        """Start with nothing for another launch."""
         effects = self.stop()
         self.problem, self.failures, self.retry_at, self._owed = "", 0, 0.0, ""
         self.failure = self.own_failure = None
@@ -158,7 +159,7 @@ class Flushing:
         self._since_step, self._since = (0 if base is None else base.step), now
 
     def want(self, generation: Generation, reason: str, urgent: bool = False) -> list[Effect]:
-        """Somebody asks for a generation that is committed, or may still be."""
+        """Note that somebody asks for a generation that is committed, or may still be."""
         if is_persisted(generation, self.persisted):
             return [Notify(generation, Level.PERSISTED)]
         if self.order is not None and self.order.generation == generation:
@@ -170,7 +171,7 @@ class Flushing:
             return []
         if age_order(before.generation) > age_order(generation):
             before, self.wanted = self.wanted, before
-        # One at a time is kept for a flush: each takes a slot of every rank.
+        # Only one generation is kept for a flush: each takes one slot per rank.
         return [Notify(before.generation, Level.NONE, f"step {self.wanted.generation.step} is flushed instead")]
 
     def _hurry(self) -> list[Effect]:
@@ -180,12 +181,13 @@ class Flushing:
         return [HurryFlush()]
 
     def lost(self, generation: Generation) -> None:
-        """It was given up, abandoned, or is not held any more."""
+        """Forget the wish for a generation that is void, abandoned, or not held any more."""
         if self.wanted is not None and self.wanted.generation == generation:
             self.wanted = None
 
     def ended(self, event: FlushEnded, now: float, node_id: str) -> list[Effect]:
-        """This node's flusher is done. The outcome at the node that ordered is everybody's."""
+        """Note that this node's flusher ended. What it says on the node that gave the order is the outcome for all
+        nodes."""
         order = self.order
         if order is None or order.attempt != event.attempt:
             return []
@@ -207,14 +209,15 @@ class Flushing:
         return self._note(FlushFailure(order.generation, order.attempt, event.reason))
 
     def failed_at(self, sender: str, failure: FlushFailure, now: float, node_id: str) -> list[Effect]:
-        """Another node's part failed: as the one that ordered, don't wait for the others to find that out."""
+        """Fail the flush, as the node that ordered it, because another node's part failed: the others can't complete
+        it."""
         if self.giver != node_id or self.order is None or self.order.attempt != failure.attempt:
             return []
         reason = f"{sender}: {failure.reason}"
         return [StopFlush(), *self.ended(FlushEnded(failure.attempt, reason), now, node_id)]
 
     def _note(self, failure: FlushFailure) -> list[Effect]:
-        """The outcome of the last flush, once."""
+        """Note and announce the outcome of a failed flush, once."""
         if self.failure is not None and self.failure.attempt == failure.attempt:
             return []
         self.failure, self.problem = failure, failure.reason
@@ -224,7 +227,7 @@ class Flushing:
         if is_persisted(generation, self.persisted):
             return []
         self.persisted = generation
-        # On all nodes: whoever orders next counts from here.
+        # On all nodes: the node that orders next counts from here.
         self._since_step, self._since = generation.step, now
         self.lost(generation)
         return [Notify(generation, Level.PERSISTED)]
@@ -238,7 +241,7 @@ class Flushing:
         now: float,
         timeout: float,
     ) -> list[Effect]:
-        """What the node says whose orders count."""
+        """Apply what the node says whose orders are in force."""
         effects = self.learn_persisted(persisted, now) if persisted is not None else []
         if failure is not None:
             effects += self._note(failure)
@@ -256,8 +259,10 @@ class Flushing:
         return effects
 
     def without(self, down: Collection[str], node_id: str) -> list[Effect]:
-        """As the one that orders: an order that counts on a node which is down now, or that another one gave which
-        orders no longer, is given once more."""
+        """Withdraw an order that cannot succeed any more, so that it is given again.
+
+        That is one that counts on a node which is down now, or that a node gave which does not order any more.
+        """
         order = self.order
         if order is None:
             return []
@@ -281,7 +286,7 @@ class Flushing:
         now: float,
         node_id: str,
     ) -> FlushOrder | None:
-        """As the one that orders: the order to give now. `is_there`: committed, and still held."""
+        """Return the order to give now, as the node that orders. `is_there`: True if committed and still held."""
         if self.order is not None or now < self.retry_at:
             return None
         wanted, urgent = None, bool(self.ending)
@@ -309,7 +314,7 @@ class Flushing:
         return self.order
 
     def start(self, session: Session, placement: Placement, node_id: str, now: float) -> list[Effect]:
-        """This node's part of the order, once."""
+        """Start this node's part of the order, once."""
         order = self.order
         if order is None:
             return []
@@ -327,12 +332,12 @@ class Flushing:
         return [StartFlush(order, parts, commits=ours)]
 
 
-# Brings what is committed to the persistent tier: gives orders where that is this node's to do, and follows them where
-# it is not. No I/O; what is known of orders is protocol/flush.py's.
+# Brings committed generations to the persistent tier: gives orders if that is this node's duty, and follows them
+# otherwise. No I/O. `Flushing` knows the orders.
 
 
 class FlushOrders:
-    """Nothing happens here while a launch has no persist_dir."""
+    """Orders and follows flushes. Does nothing in a launch without persist_dir."""
 
     def __init__(
         self,
@@ -360,7 +365,7 @@ class FlushOrders:
         return session.persist if session is not None else None
 
     def go_on(self, now: float) -> None:
-        """Orders what is due, if that is this node's to do, and starts its part of what is ordered."""
+        """Order what is due, if that is this node's duty, and start this node's part of the order in force."""
         current, flushing = self._current, self._flushing
         session, placement = current.session, current.placement
         if session is None or session.persist is None or placement is None or current.is_fenced:
@@ -377,7 +382,7 @@ class FlushOrders:
     def _order(self, settings: PersistSettings, down: dict[str, tuple[float, str]], now: float) -> None:
         current, kept = self._current, self._ledger.kept
         self._outbox.add(*self._flushing.without(down, current.node_id))
-        # Where the coordinator is gone, its last record may be known to others only.
+        # If the coordinator is down, only other members may know of its last record.
         committed = {*self._ledger.committed, self._ledger.hearsay}
         order = self._flushing.decide(
             settings,
@@ -391,7 +396,7 @@ class FlushOrders:
             self._committing.announce(now)
 
     def want(self, event: FlushWanted, now: float) -> None:
-        """Somebody on this node asks for one."""
+        """Note that this node asks for a flush, and tell the node that orders."""
         if self._settings is None or self._current.is_fenced:
             return
         newest, generation, orderer = self._ledger.threshold, event.generation, self._duties.orderer(now)[0]
@@ -405,7 +410,7 @@ class FlushOrders:
             self._outbox.send(orderer, WantPersisted(generation, event.reason, event.urgent), now)
 
     def asked(self, generation: Generation, reason: str, urgent: bool, now: float) -> None:
-        """Another node asks for one."""
+        """Note that another node asks for a flush."""
         if self._current.is_of_this_launch(generation) and self._duties.is_orderer(now):
             self._want(generation, reason, urgent, now)
 
@@ -413,10 +418,10 @@ class FlushOrders:
         before = self._flushing.order
         self._outbox.add(*self._flushing.want(generation, reason, urgent))
         if self._flushing.order != before and self._duties.is_orderer(now):
-            self._committing.announce(now)  # that somebody waits for it now
+            self._committing.announce(now)  # so that others hear at once that somebody waits
 
     def failed_at(self, sender: str, failure: FlushFailure, now: float) -> None:
-        """Another node's part of the order in force failed."""
+        """Fail the order in force because another node's part failed."""
         effects = self._flushing.failed_at(sender, failure, now, self._current.node_id)
         self._outbox.add(*effects)
         if effects:
@@ -424,7 +429,7 @@ class FlushOrders:
             self._releasing.collect()
 
     def ended(self, event: FlushEnded, now: float) -> None:
-        """This node's flusher is done."""
+        """Note that this node's flusher ended, and tell the node that ordered."""
         self._outbox.add(*self._flushing.ended(event, now, self._current.node_id))
         failure = self._flushing.own_failure
         if failure is not None and failure.attempt == event.attempt:

@@ -1,4 +1,4 @@
-"""What an agent tells its flusher, as one line of JSON. Pure, no torch: the agent imports it."""
+"""Encodes an agent's order to its flusher as one line of JSON. Pure, no torch: the agent imports it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class FlushSpec:
     node_id: str
     generation: Generation
     world: int
-    writers: tuple[tuple[str, tuple[int, ...]], ...]  # node → the ranks whose shards it writes; all ranks once
+    writers: tuple[tuple[str, tuple[int, ...]], ...]  # node → ranks whose shards it writes; each rank once
     coordinates: bool  # writes the index and commits
     attempt: str  # 16 hexadecimal digits that all nodes of this attempt share
     reason: str
     settings: PersistSettings
-    urgent: bool = False  # somebody waits for it: it does not step back behind the training
-    known: int | None = None  # the newest step that this node remembers to lie there; None: it knows of none
+    urgent: bool = False  # somebody waits for it: it does not yield to the training
+    known: int | None = None  # the newest step in persist_dir that this node knows of; None: it knows of none
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -45,4 +45,4 @@ def decode_spec(data: bytes) -> FlushSpec:
         found["settings"] = PersistSettings(**settings | {"keep_steps": tuple(settings["keep_steps"])})
         return FlushSpec(**found)
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"flusher: expected what an agent says, found: {error!r}") from error
+        raise ConfigError(f"flusher: expected an order as encode_spec() writes it, found: {error!r}") from error

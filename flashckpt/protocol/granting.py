@@ -1,4 +1,4 @@
-"""Which slots the trainers of this node are writing into, and who waits for one. No I/O."""
+"""Decides which trainers of this node get a slot, and which wait for one. No I/O."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from flashckpt.types import Generation, ShardId
 
 
-# A receiver is short for a moment as a rule: it has not yet let go of what the commit before has made needless.
+# Usually a receiver lacks room only for a moment: it has not yet released what the previous commit made needless.
 _SHORT_SECONDS = 5.0
 
 
 class Granting:
-    """A rank may have as many shards in memory as its launch has slots a rank; beyond that it waits, or is refused."""
+    """Grants slots. A rank may have `slots_per_rank` shards in memory; further requests wait or are refused."""
 
     def __init__(
         self,
@@ -49,14 +49,15 @@ class Granting:
     # --- what trainers do -----------------------------------------------------------------------------------
 
     def ask(self, request: SlotWanted) -> list[ShardId]:
-        """Served as soon as there is a slot. Returns what the trainer has given up by asking."""
+        """Queue a request until there is a slot. Return the shards that the trainer gave up by asking."""
         self.waiting[request.request_id] = request
-        # A trainer writes one shard at a time. What it was granted before and neither sealed nor gave up, it gave up
-        # without our hearing of it (we may have been paused): else that slot would be gone for as long as it lives.
+        # A trainer writes one shard at a time. If it was granted an earlier one and neither sealed it nor gave it up,
+        # its message was lost (this agent may have been paused). Without this the slot would be lost until the trainer
+        # exits.
         return self._take_away(request.lease_id, before=request.shard.generation)
 
     def drop(self, request_id: int) -> None:
-        """Nobody waits for it any longer, or what was granted could not be had."""
+        """Drop a request: its trainer waits no longer, or the granted slot could not be provided."""
         self.waiting.pop(request_id, None)
         self.granted = {s: one for s, one in self.granted.items() if one.request_id != request_id}
 
@@ -67,7 +68,7 @@ class Granting:
         self.granted = {s: one for s, one in self.granted.items() if (s.generation, s.rank) != (generation, rank)}
 
     def end(self, lease_id: int) -> list[ShardId]:
-        """A trainer is gone. Returns what it was writing."""
+        """Take back the slots of a trainer that is gone. Return the shards that it was writing."""
         self.waiting = {i: one for i, one in self.waiting.items() if one.lease_id != lease_id}
         return self._take_away(lease_id)
 
@@ -84,7 +85,7 @@ class Granting:
     # --- answers --------------------------------------------------------------------------------------------
 
     def serve(self, now: float) -> None:
-        """Answers whom it can."""
+        """Answer every request that can be answered now."""
         for request in list(self.waiting.values()):
             answer = self.decide(request, now)
             if answer is not None:
@@ -94,12 +95,12 @@ class Granting:
                     self.granted[request.shard] = request
 
     def decide(self, request: SlotWanted, now: float) -> Grant | RefuseBusy | RefuseFenced | None:
-        """None: it has to wait."""
+        """Return the answer to a request; None: it has to wait."""
         shard, session = request.shard, self._current.session
         launch = launch_of(shard.generation)
         if session is None or session.launch != launch or self._current.is_fenced:
             return RefuseFenced(request.request_id, self._current.why_fenced(launch))
-        # What is wanted back will need its slot again.
+        # A shard that is wanted back will need its slot again.
         known = (*self._holdings.held, *self.granted, *self._holdings.wanted)
         used = {s for s in known if s.rank == shard.rank and launch_of(s.generation) == launch}
         used -= {s for s in used if self._releasing.is_only_flushed(s.generation)}
@@ -116,7 +117,8 @@ class Granting:
         return RefuseBusy(request.request_id, why, in_vain)
 
     def _is_short(self, used: Collection[ShardId], now: float) -> bool:
-        """Whether a slot is taken by what another node has had no room for, for so long that waiting does not help."""
+        """Return True if a slot is held by a shard that another node has had no room for, for so long that waiting does
+        not help."""
         since = [one.short_since for shard in used for one in self._transfers.of(shard)]
         return any(one is not None and now - one > _SHORT_SECONDS for one in since)
 

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from flashckpt.protocol.survival import survival
-from flashckpt.protocol.verdict import Word
+from flashckpt.protocol.verdict import HealerWord
 from flashckpt.protocol.wire import CopyOrder, Health, Holds, Refusal
 
 if TYPE_CHECKING:
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 # Which copies to make so that every shard of a generation has as many as were promised. Pure.
 #
 # Rules, the stronger first: shards with the fewest copies come first; a target that has just refused comes last; no
-# target in the failure domain of a copy where there is another; a shard's own node and its buddies before others; the
-# least loaded; the order of the members. What is under way stays as it is while it makes sense.
+# target in the failure domain of a copy if there is another; a shard's own node and its buddies before others; the
+# least loaded node; the order of the members. Copies under way stay as they are while they make sense.
 
-# Of the whole job at once. Each is as large as a shard, and the search for a target looks at every node.
+# For the whole job at one time. Each is as large as a shard, and the search for a target looks at every node.
 _MOST_COPIES = 64
 
 
 def holders_of(holdings: Mapping[str, Iterable[int]]) -> dict[int, list[str]]:
-    """By rank, those nodes that have its shard."""
+    """Return the nodes that have each rank's shard."""
     found: dict[int, list[str]] = {}
     for node_id, ranks in holdings.items():
         for rank in ranks:
@@ -48,8 +48,11 @@ def heal(
     preferred: Callable[[int], Collection[str]] = lambda _: (),
     per_node: int = 2,
 ) -> tuple[tuple[CopyOrder, ...], str]:
-    """`holdings`: ranks of one generation by node, of every node that is alive, be it none. The answer has at most
-    `per_node` copies from and to each node; those of `running` among them that are still of use."""
+    """Return the copies to make now, and the reason.
+
+    `holdings`: the ranks of one generation by node, with every node that is alive, even if it holds none. At most
+    `per_node` copies come from and go to each node, and those of `running` that are still of use are among them.
+    """
     plan = _Plan(holdings, members, per_node)
     goal = min(replicas + 1, len(plan.live))
     lacking = [(len(nodes), rank) for rank, nodes in plan.holders.items() if len(nodes) < goal]
@@ -69,7 +72,7 @@ def heal(
 
 
 class _Plan:
-    """Copies that were decided on count as made for whatever is decided after them."""
+    """A set of copies. Each that was added counts as made for the next decision."""
 
     def __init__(self, holdings: Mapping[str, Collection[int]], members: Sequence[Member], per_node: int) -> None:
         self.live = {m.node_id: index for index, m in enumerate(members) if m.node_id in holdings}
@@ -89,7 +92,7 @@ class _Plan:
             self._note(copy)
 
     def add(self, rank: int, refused: Collection[tuple[int, str]], preferred: Collection[str]) -> bool:
-        """One more copy of this shard; whether there was a way to have it now."""
+        """Add one more copy of a shard. Return False if no source or no target is free for it now."""
         sources = [node for node in self._sources[rank] if self._outgoing[node] < self._per_node]
         holders = self.holders[rank]
         domains = {self._domain[node] for node in holders}
@@ -100,7 +103,7 @@ class _Plan:
         def drawback(node: str) -> tuple[bool, bool]:
             return (rank, node) in refused, self._domain[node] in domains
 
-        # A better place that is busy is waited for: a copy that shares a domain would stay where it is.
+        # If the best target is busy, wait for it: a copy in a shared domain would stay there.
         least = min(map(drawback, targets))
         free = [node for node in targets if self._incoming[node] < self._per_node and drawback(node) == least]
         if not free:
@@ -117,24 +120,24 @@ class _Plan:
         self._outgoing[copy.source] += 1
 
 
-# One node's part in healing: what it says of the kept generation, and what it knows of it as the healer. No I/O.
+# One node's part in healing: what it tells the healer of the kept generation, and what it knows as the healer. No I/O.
 #
-# The healer is the first member that answers. Every node tells it what it has, again and again, and its answer says
-# which copies the node has to make. Whatever is forgotten here is said again within a beat.
+# The healer is the first member that answers. Every node tells it at every beat what it has, and the answer says which
+# copies the node has to make. Whatever the healer forgets, it hears again within a beat.
 
 _SHOWN = 16  # of a list in a summary
 
 
 class Healing:
-    """Belongs to one session. Times as the core has them."""
+    """The state of healing in one session. Times are those of the core."""
 
     def __init__(self, node_id: str, session: Session, placement: Placement, patience: float, per_node: int) -> None:
         self._node_id = node_id
         self._session = session
         self._placement = placement
-        self._patience = patience  # a node that has said nothing for so long does not count
+        self._patience = patience  # a node that has said nothing for so long is not counted
         self._per_node = per_node
-        self.health: Word | None = None  # the last word of a healer
+        self.health: HealerWord | None = None  # the last word of a healer
         # as a holder
         self._refusals: dict[tuple[ShardId, str], tuple[Refusal, float]] = {}
         self._made: dict[tuple[ShardId, str], float] = {}
@@ -142,18 +145,18 @@ class Healing:
         # as the healer
         self._said: dict[str, tuple[Holds, float]] = {}
         self._generation: Generation | None = None
-        self._since = 0.0  # when it began to ask for this generation
+        self._since = 0.0  # when this node began to ask for this generation
         self._looked_at: float | None = None
-        self._decided: dict[str, Holds] = {}  # what the following was decided on
+        self._decided: dict[str, Holds] = {}  # by node: the holdings that the following was decided on
         self._found: Health | None = None
-        self._holdings: dict[str, frozenset[int]] = {}  # by node that counted: ranks whose shards it has, as agreed
+        self._holdings: dict[str, frozenset[int]] = {}  # by counted node: ranks whose shards it has, as agreed
         self._copies: tuple[CopyOrder, ...] = ()
-        self._told: set[CopyOrder] = set()  # of these, those that their targets have heard of
+        self._told: set[CopyOrder] = set()  # copies of these that their targets have heard of
 
     # --- as a holder ----------------------------------------------------------------------------------------
 
     def holds(self, generation: Generation, held: Iterable[Held], *, committed: bool, now: float) -> Holds:
-        """What this node has of it."""
+        """Return which shards of the generation this node has."""
         mine = sorted((one for one in held if one.shard.generation == generation), key=lambda one: one.shard.rank)
         self._refusals = {
             key: (one, at)
@@ -171,8 +174,11 @@ class Healing:
         )
 
     def expect(self, generation: Generation, copies: Iterable[CopyOrder], now: float) -> None:
-        """Copies that the healer has announced. IMPORTANT: nobody else decides what a node takes that is not the
-        sender's own: one node that lies would put its own bytes into the memory of all others."""
+        """Note the copies that the healer has announced.
+
+        IMPORTANT: nobody else decides which shards a node receives from others than their owners: otherwise one node
+        that lies could put its own bytes into the memory of all others.
+        """
         self._expected = {key: one for key, one in self._expected.items() if now - one[1] <= self._patience}
         for copy in copies:
             if copy.target == self._node_id and copy.digest:
@@ -183,7 +189,7 @@ class Healing:
         return expected == digest and now - at <= self._patience
 
     def note_made(self, shard: ShardId, target: str, now: float) -> None:
-        """The healer does not know it yet, and asks for it once more."""
+        """Note that a copy was made: the healer does not know it yet, and orders it once more."""
         self._made[shard, target] = now
 
     def is_made(self, shard: ShardId, target: str, now: float) -> bool:
@@ -199,8 +205,10 @@ class Healing:
         self._said[sender] = (holds, now)
 
     def note_commit(self, reports: Mapping[int, Report], now: float) -> None:
-        """As the coordinator: who holds what of a generation just now, until all have spoken of it themselves. Where
-        commits come faster than beats they never do."""
+        """Set, as the coordinator, who holds what of a generation that was just committed.
+
+        It counts until all members have told what they have. Where commits come faster than beats, they never do.
+        """
         generation, world = next(iter(reports.values())).shard.generation, self._session.world
         ranks_of = {member.node_id: reports.keys() & set(member.ranks) for member in self._session.members}
         for rank, report in reports.items():
@@ -214,15 +222,15 @@ class Healing:
         self._decided = live
         self._found = self._decide(generation, live)
         if self._found is not None:
-            self.health = Word(self._found, now, self._node_id)
+            self.health = HealerWord(self._found, now, self._node_id)
 
     def rest(self) -> None:
-        """Another node is the healer."""
+        """Stop deciding: another node is the healer."""
         self._looked_at = None
 
     def look(self, mine: Holds, now: float) -> None:
-        """Decides, once every member has spoken or been given the time to."""
-        # Also after a pause: those who could not be heard meanwhile must not be taken for lost.
+        """Decide on copies, once every member has told what it has or was given the time to."""
+        # Start anew also after a pause: members that could not be heard meanwhile must not be taken for lost.
         new = self._looked_at is None or now - self._looked_at > self._patience / 2
         if new or mine.generation != self._generation:
             self._generation, self._since, self._found, self._copies = mine.generation, now, None, ()
@@ -239,28 +247,30 @@ class Healing:
             self._decided = live
             self._found = self._decide(mine.generation, live)
         if self._found is not None:
-            self.health = Word(self._found, now, self._node_id)
+            self.health = HealerWord(self._found, now, self._node_id)
         self.expect(mine.generation, self.copies_for(self._node_id), now)
 
     def holdings(self, generation: Generation) -> dict[str, frozenset[int]]:
-        """As the healer: by member that counts, the ranks whose shards of this generation it has."""
+        """Return, as the healer, the ranks whose shards of this generation each counted member has."""
         is_current = self._looked_at is not None and self._found is not None and self._generation == generation
         return dict(self._holdings) if is_current else {}
 
     def answer_to(self, node_id: str) -> tuple[Health | None, tuple[CopyOrder, ...]]:
-        """What a node hears that has told what it has; nothing where this one is not the healer."""
+        """Return the health and the copies to tell a node that has told what it has; nothing if this node is not the
+        healer."""
         if self._looked_at is None or self._found is None:
             return None, ()
         return self._found, self.copies_for(node_id)
 
     def copies_for(self, node_id: str) -> tuple[CopyOrder, ...]:
-        """What the node has to expect and, once its target has heard of it, to make."""
+        """Return the copies that the node has to expect, and those that it has to make because their targets expect
+        them."""
         missing = [one for one in self._copies if not self._is_there(one)]
         self._told.update(one for one in missing if one.target == node_id)
         return tuple(one for one in missing if one.target == node_id or (one.source == node_id and one in self._told))
 
     def _is_there(self, copy: CopyOrder) -> bool:
-        """The target has said so since the copy was decided on."""
+        """Return True if the target has reported the shard since the copy was decided on."""
         holds, _ = self._said[copy.target]
         return holds.generation == self._generation and copy.rank in holds.ranks
 
@@ -268,7 +278,7 @@ class Healing:
         mine = live[self._node_id]
         world = mine.world or max(holds.world for holds in live.values())
         if not world:
-            return None  # no live node has a shard of it: nobody knows how many there were
+            return None  # no live node has a shard of it: the number of ranks is not known
         session = self._session
         contents, differ = _agreed(live, world)
         holdings = {
@@ -316,7 +326,7 @@ class Healing:
         )
 
     def _homes(self, rank: int, world: int) -> Collection[str]:
-        """Where the shard would lie if this launch had saved it."""
+        """Return the nodes that would hold the shard if this launch had saved it."""
         if world != self._session.world:
             return ()
         owner = next((m.node_id for m in self._session.members if rank in m.ranks), "")
@@ -324,7 +334,8 @@ class Healing:
 
 
 def _agreed(live: Mapping[str, Holds], world: int) -> tuple[dict[int, bytes], list[str]]:
-    """By rank, the content that most holders have, and what is said of shards of which no content has most."""
+    """Return the content that most holders of each rank's shard have, and a line for each shard whose copies differ
+    without a majority."""
     votes: dict[int, dict[bytes, int]] = {}
     for holds in live.values():
         for rank, digest in zip(holds.ranks, holds.digests, strict=True):

@@ -1,5 +1,5 @@
-"""Where the shards are that a node answers for: what lies here, who else has what its ranks wrote, and what turned out
-bad here and has to come back. No I/O."""
+"""Tracks the shards that a node answers for: which lie here, which nodes have those of its ranks, and which turned out
+damaged here and have to come back. No I/O."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ if TYPE_CHECKING:
 
 
 class Holdings:
-    """What is wanted back keeps its place: its slot is not given away."""
+    """What a node holds. A shard that is wanted back keeps its slot."""
 
     def __init__(self, current: CurrentLaunch) -> None:
         self._current = current
         self.held: dict[ShardId, Held] = {}
         self.acks: dict[ShardId, set[str]] = {}  # shards of this node's ranks → nodes that hold them, verified
-        self.wanted: dict[ShardId, bytes] = {}  # copies that turned out bad here; a holder pushes them back
-        self.sources: dict[ShardId, set[str]] = {}  # of what is wanted for a rank of this node: who may have it
+        self.wanted: dict[ShardId, bytes] = {}  # copies that turned out damaged here; a holder pushes them back
+        self.sources: dict[ShardId, set[str]] = {}  # wanted shards of this node's ranks → nodes that may have them
 
     def start(self, held: Iterable[Held]) -> None:
-        """With what lies in the directory."""
+        """Adopt the shards found in the directory."""
         self.held = {one.shard: one for one in held}
 
     def enter(self) -> None:
-        """Another launch: what lies here stays, whom others have told what is forgotten."""
+        """Enter another launch: the shards here stay; who acknowledged copies, and what was wanted back, is
+        forgotten."""
         self.acks.clear()
         self.wanted.clear()
         self.sources.clear()
@@ -39,25 +40,28 @@ class Holdings:
     # --- questions ------------------------------------------------------------------------------------------
 
     def all_held(self) -> list[Held]:
-        """Oldest first."""
+        """Return all held shards, oldest first."""
         return sorted(self.held.values(), key=held_order)
 
     def own(self) -> list[Held]:
-        """Those that ranks of this node wrote, oldest first."""
+        """Return the held shards that ranks of this node wrote, oldest first."""
         return [held for held in self.all_held() if self._current.owns(held.shard)]
 
     def has_from(self, generation: Generation, rank: int) -> bool:
         return any(shard.generation == generation and shard.rank == rank for shard in self.held)
 
     def has_own(self, generation: Generation) -> bool:
-        """The shards of all ranks of this node."""
+        """Return True if the shards of all ranks of this node are held."""
         mine = self._current.member(self._current.node_id)
         held = {shard.rank for shard in self.held if shard.generation == generation}
         return mine is not None and held >= set(mine.ranks)
 
     def is_split(self, held: Held) -> bool:
-        """Ranks of a node store what they share once between them: with different tags they relied on each other
-        for tensors that nobody stored. This shard is not reported yet, so that nothing was committed."""
+        """Return True if ranks of this node divided their common tensors differently.
+
+        They store what they share once between them: if their tags differ, they relied on each other for tensors that
+        nobody stored. This shard is not reported yet, so nothing was committed.
+        """
         owns = self._current.owns
         return owns(held.shard) and any(
             other.tag != held.tag
@@ -66,11 +70,12 @@ class Holdings:
         )
 
     def is_stranded(self, shard: ShardId) -> bool:
-        """A shard of a rank of this node that nobody can give back."""
+        """Return True if a shard of a rank of this node is lost and nobody can give it back."""
         return shard in self.wanted and not self.sources.get(shard)
 
     def missing_from(self, node_id: str) -> list[Body]:
-        """What the node has to be told of what is wanted back: by its owner, what to push; else, that it is lost."""
+        """Return what to tell the node of shards that are wanted back: it pushes what it has of ours, and learns which
+        of its own are lost here."""
         news: list[Body] = []
         for shard, digest in self.wanted.items():
             owner = self._current.owner_of(shard)
@@ -83,35 +88,35 @@ class Holdings:
     # --- changes --------------------------------------------------------------------------------------------
 
     def add(self, held: Held) -> bool:
-        """It lies here now; whether it was wanted back."""
+        """Note that a shard lies here now. Return True if it was wanted back."""
         self.held[held.shard] = held
         self.sources.pop(held.shard, None)
         return self.wanted.pop(held.shard, None) is not None
 
     def lose(self, shard: ShardId) -> Held | None:
-        """It does not lie here any more; None where it is not known to have."""
+        """Note that a shard does not lie here any more. Return it, or None if it was not known."""
         return self.held.pop(shard, None)
 
     def acknowledge(self, shard: ShardId, node_id: str) -> int:
-        """One more node holds it; how many do."""
+        """Note that one more node holds the shard. Return how many do."""
         nodes = self.acks.setdefault(shard, set())
         nodes.add(node_id)
         return len(nodes)
 
     def want_back(self, held: Held) -> None:
-        """From its owner, which the caller tells."""
+        """Want a replica back from its owner. The caller tells the owner."""
         self.wanted[held.shard] = held.digest
 
     def want_own_back(self, held: Held) -> set[str]:
-        """From those that the caller asks for it, which are returned."""
+        """Want a shard of this node's ranks back. Return the nodes to ask for it."""
         self.wanted[held.shard] = held.digest
-        # Also those that have not acknowledged it: an agent that was restarted forgot who had.
+        # Nodes that have not acknowledged it are asked too: a restarted agent has forgotten who had.
         nodes = self.acks.get(held.shard, set()) | set(self._current.buddies(held.shard.rank))
         self.sources[held.shard] = nodes
         return nodes
 
     def not_with(self, shard: ShardId, node_id: str) -> None:
-        """The node says that it does not have a shard of this node's ranks."""
+        """Note that the node does not have a shard of this node's ranks."""
         self.acks.get(shard, set()).discard(node_id)
         if shard not in self.held and shard in self.sources:
             self.sources[shard].discard(node_id)
@@ -121,9 +126,9 @@ class Holdings:
         self.sources = {s: nodes for s, nodes in self.sources.items() if s in self.wanted}
 
     def drop(self, generations: Collection[Generation]) -> list[ShardId]:
-        """They are needless. What lay here of them, in the order to release it."""
-        # This node's own shards first: one that died between two releases must not report a generation again
-        # whose replicas it has dropped.
+        """Forget these generations. Return their shards that lay here, in the order in which to release them."""
+        # This node's own shards come first: an agent that died between two releases must not report a generation again
+        # of which it has released replicas.
         going = [shard for shard in self.held if shard.generation in generations]
         going.sort(key=lambda shard: not self._current.owns(shard))
         for shard in going:
@@ -134,5 +139,5 @@ class Holdings:
 
 
 def held_order(held: Held) -> tuple[int, ...]:
-    """Oldest first."""
+    """Sort key: oldest first."""
     return (*age_order(held.shard.generation), held.shard.rank)

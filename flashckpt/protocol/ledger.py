@@ -1,4 +1,4 @@
-"""What is decided of the generations that this node knows: committed, given up, loaded. No I/O."""
+"""Keeps what is decided on the generations that this node knows: committed, void, loaded. No I/O."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ _KEPT_VOIDS = 64
 
 
 class Ledger:
-    """Commit or void, never both: the coordinator decides, once, and every node writes down what it hears."""
+    """What is decided. Commit or void, never both: the coordinator decides once, and every node notes what it hears."""
 
     def __init__(self, current: CurrentLaunch) -> None:
         self._current = current
         self.records: tuple[Record, ...] = ()  # newest last
         self.base: Generation | None = None  # what the present launch has loaded
         self.voids: dict[Generation, str] = {}  # never to be committed, with the reason
-        self.own_voids: dict[Generation, None] = {}  # given up here; the coordinator has to hear of it
+        self.own_voids: dict[Generation, None] = {}  # given up here; the coordinator has to be told
         self.hearsay: Generation | None = None  # other members have a record of it
-        # The last answer, with what it was the answer to.
+        # The last answer of `threshold`, with the values it was computed from.
         self._threshold: tuple[tuple[Record, ...], Session | None, Line | None, Record | None] = ((), None, None, None)
 
     def start(self, records: Iterable[Record]) -> None:
-        """With what lies in the directory."""
+        """Adopt the records found in the directory."""
         self.records = _newest_records(records)
 
     def enter(self, base: Generation | None) -> None:
-        """Another launch."""
+        """Enter another launch."""
         self.base = base
         self.hearsay = None
         self.voids.clear()
@@ -48,8 +48,8 @@ class Ledger:
 
     @property
     def threshold(self) -> Record | None:
-        """The record that older generations may go for."""
-        # Asked many times an event, and changes rarely.
+        """The record that licenses the release of older generations."""
+        # Cached: asked many times per event, and changes rarely.
         records, session, line, answer = self._threshold
         current = self._current
         if records is not self.records or session is not current.session or line is not current.line:
@@ -59,12 +59,15 @@ class Ledger:
 
     @property
     def kept(self) -> Generation | None:
-        """What must not be lost: the newest committed generation of this launch, or before there is one what was
-        loaded. Of which every shard is to have its copies at all times."""
+        """The generation that must not be lost: the newest committed one of this launch, or before there is one the
+        base.
+
+        Every shard of it is to have its copies at all times.
+        """
         record, base, current = self.threshold, self.base, self._current
         if current.session is None or current.member(current.node_id) is None:
             return None
-        # What this launch itself has saved counts once it is committed.
+        # A base that this launch itself has saved counts only once it is committed.
         if base is not None and (not launch_of(base).is_older_than(current.session.launch) or current.is_killed(base)):
             base = None
         known = (base, self.hearsay, record.generation if record is not None else None)
@@ -72,11 +75,11 @@ class Ledger:
 
     @property
     def committed(self) -> set[Generation]:
-        """Those that a record is left of."""
+        """The generations of which a record is left."""
         return {record.generation for record in self.records}
 
     def is_settled(self, generation: Generation) -> bool:
-        """Committed, overtaken by a commit, or never to be committed."""
+        """Return True if the generation is committed, overtaken by a commit, or void."""
         return generation in self.voids or self.is_overtaken(generation)
 
     def is_overtaken(self, generation: Generation) -> bool:
@@ -84,11 +87,12 @@ class Ledger:
         return record is not None and age_order(generation) <= age_order(record.generation)
 
     def is_beside(self, generation: Generation) -> bool:
-        """An older one that stays for now. Copies that it loses are not brought back: a newer one is safe."""
+        """Return True for an older generation that `keep_memory` keeps. Its lost copies are not brought back: a newer
+        one is safe."""
         return self.threshold is not None and generation in self.threshold.keeps
 
     def why_droppable(self, generation: Generation) -> str:
-        """Why shards of this generation may go; "" = they stay."""
+        """Return why shards of this generation may be released; "" = they stay."""
         current = self._current
         root = current.root_of(launch_of(generation))
         return droppable(generation, self.threshold, current.line, self.voids, self.base, root)
@@ -96,7 +100,8 @@ class Ledger:
     # --- changes --------------------------------------------------------------------------------------------
 
     def take(self, record: Record) -> list[Effect]:
-        """Adopts a record of the present launch, which only its coordinator makes; nothing where it is not to be."""
+        """Adopt a record of the present launch, which only its coordinator makes; return nothing if it is not
+        adopted."""
         if not self._current.is_of_this_launch(record.generation):
             return []
         if self.is_overtaken(record.generation) or self._current.is_killed(record.generation):
@@ -107,13 +112,13 @@ class Ledger:
         self.own_voids = {g: None for g in self.own_voids if not self.is_overtaken(g)}
         if record.replicas == 0:
             return [KeepRecord(record)]
-        # What it keeps was committed before: whoever missed that record hears of it now.
+        # The generations that it keeps were committed before. A node that missed their records hears of them now.
         heard = {g for one in kept for g in (one.generation, *one.keeps)}
         missed = [g for g in reversed(record.keeps) if self._current.is_of_this_launch(g) and g not in heard]
         return [KeepRecord(record), *(Notify(g, Level.REPLICATED) for g in (*missed, record.generation))]
 
     def void(self, generation: Generation, reason: str) -> list[Effect]:
-        """It is never to be committed; nothing where that is known."""
+        """Void a generation; return nothing if it is void already."""
         if generation in self.voids:
             return []
         self.voids[generation] = reason
@@ -124,11 +129,11 @@ class Ledger:
         return [Notify(generation, Level.NONE, reason)]
 
     def note_given_up(self, generation: Generation) -> None:
-        """By a rank of this node: the coordinator hears of it until it says that it has."""
+        """Note that a rank of this node gave a generation up. The coordinator is told until it confirms."""
         self.own_voids[generation] = None
 
     def note_heard(self, voids: tuple[Generation, ...]) -> None:
-        """The coordinator knows of these."""
+        """Note that the coordinator has confirmed these voids."""
         self.own_voids = {g: None for g in self.own_voids if g not in voids}
 
     def keep_base(self, base: Generation | None) -> list[Effect]:
@@ -139,36 +144,39 @@ class Ledger:
         return [KeepSession(session, base)] if session is not None else []
 
     def hear_base(self, base: Generation | None) -> list[Effect]:
-        """From another member: an agent that came back blank has nobody else to tell it what was loaded."""
+        """Adopt the base that another member names: an agent without its memory has no other way to learn it."""
         session, line = self._current.session, self._current.line
         if base is None or session is None or line is None or self.kept is not None:
             return []
-        # The answer may be late, to a question of the launch before: its base is another one.
+        # The answer may belong to a question of an earlier launch: its base is another one.
         is_this_base = line.head == session.launch and line.cut(launch_of(base)) == base.step
         return self.keep_base(base) if is_this_base else []
 
     def hear_kept(self, generation: Generation) -> None:
-        """A member says that it is committed, where the coordinator can't tell."""
+        """Note a generation that a member says is committed, if the coordinator can't tell."""
         if self._current.is_of_this_launch(generation) and not self.is_settled(generation):
             known = self.hearsay
             self.hearsay = generation if known is None else max(known, generation, key=age_order)
 
     def forget_hearsay(self) -> None:
-        """The coordinator can tell again."""
+        """Forget what members said: the coordinator can tell again."""
         self.hearsay = None
 
 
 def _newest_records(records: Iterable[Record]) -> tuple[Record, ...]:
-    """The newest ones, newest last, by launch first: after a step back the records of the launch before have higher
-    steps, and must not push the present one's out."""
+    """Return the newest records, newest last, ordered by launch first.
+
+    After a step back the records of the previous launch have higher steps, and must not displace those of the present
+    one.
+    """
     return tuple(sorted(records, key=lambda record: record.generation)[-_KEPT_RECORDS:])
 
 
 def threshold(records: Iterable[Record], session: Session | None, line: Line | None) -> Record | None:
-    """The record that older generations may go for: the newest one of the present launch.
+    """Return the record that licenses the release of older generations: the newest one of the present launch.
 
-    Records of earlier launches license nothing: a node that was away may bring one of a past that was
-    abandoned below the step that was loaded, and what it would bury is what the job stands on.
+    Records of earlier launches license nothing: a node that was away may bring one from a history that was abandoned
+    below the step that was loaded, and would release the very generation that the job continues from.
     """
     if session is None:
         return None
@@ -188,10 +196,11 @@ def droppable(
     base: Generation | None,
     root: Launch | None = None,
 ) -> str:
-    """Why shards of this generation may go; "" = they stay. `root` is that of its launch's line, if that is known.
+    """Return why shards of this generation may be released; "" = they stay. `root` is that of its launch's line, if
+    that is known.
 
-    Shortage of memory is no reason: a replica that was acknowledged counts in somebody's commit. Nor is a record for
-    what its line does not know: that is a history of its own.
+    Shortage of memory is no reason: a replica that was acknowledged counts in some rank's commit. Nor is a record for a
+    generation that its line does not know: that is a history of its own.
     """
     abandoned = "" if line is None else line.why_killed(generation, root)
     if abandoned:

@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
     from flashckpt.types import Generation
 
-KEPT = 24  # launches that a line lists at least, if there are as many
+KEPT = 24  # least number of launches that a line lists, if there are as many
 MAX_LISTED = 4096  # in a line that comes from elsewhere
 MAX_ENCODED_BYTES = 1 << 17
 NOTHING = -1  # the step of a launch of which nothing is on the line
-GIVEN_UP = -2  # the same, of the root of another history that a person gave up: always listed
+GIVEN_UP = -2  # the same, for the root of another history that a person gave up: always listed
 EVERYTHING = (1 << 63) - 1  # the step of a launch of which everything is on the line
 _UNKNOWN = Launch(0, 0)  # epoch 0 is never a launch's
 
@@ -62,7 +62,7 @@ class Line:
     floor: Ancestor | None = None  # stands for the launches up to this one that are not listed
 
     def cut(self, launch: Launch, root: Launch | None = None) -> int | None:
-        """Return the highest step of a launch that is on the line. None: this line knows nothing of it.
+        """Return the highest step of a launch that is on the line; None if this line does not know the launch.
 
         `root` is that of the launch's own line; None if its line is not known.
         """
@@ -94,7 +94,7 @@ class Line:
         return cut is not None and generation.step > cut
 
     def why_killed(self, generation: Generation, root: Launch | None = None) -> str:
-        """Why a generation is abandoned; "" = it is not."""
+        """Return why a generation is abandoned; "" = it is not."""
         launch = launch_of(generation)
         cut = self.cut(launch, root)
         if cut is None or generation.step <= cut:
@@ -112,7 +112,7 @@ class Line:
     def continued(
         self, head: Launch, base: Generation, given_up: Iterable[Launch] = (), others: Iterable[Launch] = ()
     ) -> Line:
-        """Return the line of a launch that has loaded `base`, and that goes on without the launches `given_up`.
+        """Return the line of a launch that has loaded `base`, and that continues without the launches `given_up`.
 
         `others` are the roots of those of other histories.
         """
@@ -126,7 +126,7 @@ class Line:
         return Line(head, self.root, _in_order(steps, head), floor)
 
     def chosen(self, head: Launch, given_up: Iterable[Launch] = (), others: Iterable[Launch] = ()) -> Line:
-        """Return the line by which a person says that the job goes on with this one, and without `given_up`.
+        """Return the line by which a person says that the job continues with this one, and without `given_up`.
 
         `others`: as in `continued`.
         """
@@ -135,7 +135,7 @@ class Line:
         return Line(head, self.root, _in_order(steps, head), self.floor)
 
     def including(self, older: Line | None, present: Collection[Generation]) -> Line:
-        """Return the line of a launch that saves without a load: it goes on from all that is left of older launches.
+        """Return the line of a launch that saves without a load: it continues from all that is left of older launches.
 
         IMPORTANT: without a limit for launches that the line before it does not list. What is `present` on this node is
         no measure of what others have of the same launch, and they adopt this line.
@@ -163,7 +163,7 @@ class Line:
         return Line(self.head, self.root, kept, Ancestor(launch, NOTHING))
 
     def with_older(self, other: Line) -> Line:
-        """List also what a longer line, that this one goes on from, knows of the launches below the floor."""
+        """Return this line with the launches below its floor that a longer line, which this one continues, lists."""
         if self.floor is None or not (other.head == self.head or self.supersedes(other)):
             return self
         known = {one.launch for one in self.listed} | {self.head}
@@ -181,7 +181,7 @@ class Line:
 
 
 def order(launch: Launch) -> tuple[int, int]:
-    """Newest last."""
+    """Sort key: newest last."""
     return launch.epoch, launch.nonce
 
 
@@ -190,12 +190,12 @@ def launch_of(generation: Generation) -> Launch:
 
 
 def name_of(launch: Launch) -> str:
-    """What a person calls a launch, and the history that it is the head of."""
+    """Return the name by which people know a launch, and the history of which it is the head."""
     return f"{launch.nonce:016x}"
 
 
 def begun(head: Launch, given_up: Iterable[Launch] = (), others: Iterable[Launch] = ()) -> Line:
-    """Return the line of a launch that begins with nothing, and goes on without the launches `given_up`.
+    """Return the line of a launch that begins with nothing, and continues without the launches `given_up`.
 
     `others` are the roots of those.
     """
@@ -203,7 +203,8 @@ def begun(head: Launch, given_up: Iterable[Launch] = (), others: Iterable[Launch
 
 
 def from_fence(step: int, epoch: int, nonce: int) -> Line:
-    """Return what earlier versions wrote: only that the launch kept older generations up to `step`."""
+    """Return the line for a fence, which earlier versions wrote: only that the launch kept older generations up to
+    `step`."""
     head = Launch(epoch, nonce)
     below = Launch(epoch, nonce - 1) if nonce else Launch(epoch - 1, (1 << 64) - 1)
     return Line(head, _UNKNOWN, (), Ancestor(below, step))
@@ -230,7 +231,7 @@ def newer(one: Line | None, other: Line | None) -> Line | None:
 
 
 def by_head(lines: Iterable[Line]) -> dict[Launch, Line]:
-    """Each head's line, oldest first, with what different nodes say of it joined."""
+    """Return each head's line, oldest first, joined from what different nodes say of it."""
     found: dict[Launch, Line] = {}
     for line in lines:
         before = found.get(line.head)
@@ -239,13 +240,13 @@ def by_head(lines: Iterable[Line]) -> dict[Launch, Line]:
 
 
 def _in_order(steps: dict[Launch, int], head: Launch) -> tuple[Ancestor, ...]:
-    """Launches that are not older than the head are left out: nobody can have continued those."""
+    """Return the launches in order, without those that are not older than the head: it can't have continued those."""
     older = sorted((launch for launch in steps if order(launch) < order(head)), key=order)
     return tuple(Ancestor(launch, steps[launch]) for launch in older)
 
 
 def describe(line: Line) -> dict[str, Any]:
-    """For people: the name of the history, and what its launch went on from."""
+    """Describe a line for people: the name of the history, and what its launch continued from."""
     base = next((one for one in reversed(line.listed) if NOTHING < one.step < EVERYTHING), None)
     return {
         "history": name_of(line.head),
@@ -265,7 +266,7 @@ def encode(line: Line) -> bytes:
 
 
 def decode(data: bytes) -> Line | None:
-    """None if the bytes are not exactly what `encode` makes of some line."""
+    """Decode a line. None if the bytes are not exactly what `encode` makes of some line."""
     if not _HEAD.size <= len(data) <= MAX_ENCODED_BYTES:
         return None
     version, *fields, step, count = _HEAD.unpack_from(data)

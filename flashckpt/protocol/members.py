@@ -1,4 +1,4 @@
-"""The other nodes of the launch: which of them answer, and which node has which duty. Pure."""
+"""Tracks the other nodes of the launch: which of them answer, and which node has which duty. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from flashckpt.types import Member
 
 
-# What an agent knows of the other nodes of its launch: where they are, and whether they answer. No I/O.
+# What an agent knows of the other nodes of its launch: their addresses, and whether they answer. No I/O.
 
 
 @dataclass(slots=True)
@@ -22,44 +22,45 @@ class Neighbour:
     """Another node of the launch."""
 
     address: str
-    heard_at: float  # when the session began, until it was heard from
+    heard_at: float  # when the session began, until the node is heard from
     asked_at: float | None = None  # the oldest question it has not answered
-    beat_at: float = 0.0  # when it is due to hear from us
+    beat_at: float = 0.0  # when the next message to it is due
     problem: str = ""
 
     @property
     def is_unreachable(self) -> bool:
-        """It owes an answer, and the last try to get one failed."""
+        """True if it owes an answer and the last try to reach it failed."""
         return self.asked_at is not None and bool(self.problem)
 
     def silent_since(self, now: float, timeout: float, beats: bool) -> float | None:
-        """None while it is well: it answers, and where it `beats`, it was heard from not long ago."""
+        """Return since when the node is silent; None while it is well: it answers, and if it `beats`, was heard from
+        lately."""
         since = self.heard_at if beats else self.asked_at
         return since if since is not None and now - since > timeout else None
 
 
 class Neighbours(dict[str, Neighbour]):
-    """By node id. What is said of a node that is none of them is not kept."""
+    """The other nodes, by node id. Messages from nodes outside the launch leave no trace here."""
 
     def enter(self, members: Iterable[Member], now: float) -> None:
-        """Another launch, with these others."""
+        """Replace the nodes by those of another launch."""
         self.clear()
         self.update((one.node_id, Neighbour(one.address, heard_at=now, beat_at=now)) for one in members)
 
     def ask(self, node_id: str, now: float) -> None:
-        """It was asked something."""
+        """Note that the node owes an answer."""
         peer = self.get(node_id)
         if peer is not None and peer.asked_at is None:
             peer.asked_at = now
 
     def hear(self, node_id: str, now: float) -> None:
-        """It said something, be it what it may."""
+        """Note that any message of the node has arrived."""
         peer = self.get(node_id)
         if peer is not None:
             peer.heard_at, peer.asked_at, peer.problem = now, None, ""
 
     def miss(self, node_id: str, reason: str) -> None:
-        """It could not be reached, or would not answer."""
+        """Note that the node could not be reached, or refused to answer."""
         peer = self.get(node_id)
         if peer is not None:
             peer.problem = reason
@@ -70,14 +71,14 @@ class Neighbours(dict[str, Neighbour]):
             peer.address = address
 
     def due(self, now: float, beat: float) -> list[str]:
-        """Those that have to hear from us now; the next time in `beat` seconds."""
+        """Return the nodes that a message is due for, and set their next one in `beat` seconds."""
         found = [node_id for node_id, peer in self.items() if now >= peer.beat_at]
         for node_id in found:
             self[node_id].beat_at = now + beat
         return found
 
     def silent(self, now: float, timeout: float, *, beats: bool) -> dict[str, tuple[float, str]]:
-        """Those that are not well: since when, and what went wrong."""
+        """Return the nodes that are not well: since when, and what went wrong."""
         found = {}
         for node_id, peer in self.items():
             since = peer.silent_since(now, timeout, beats)
@@ -86,11 +87,11 @@ class Neighbours(dict[str, Neighbour]):
         return found
 
 
-# Who does what is one node's to do for all: whoever is first among those that answer. No I/O.
+# Which node does what for all: the first one that answers. No I/O.
 
 
 class Duties:
-    """As this node sees it: two nodes that do not hear each other may both believe that it is theirs."""
+    """The duties as this node sees them: two nodes that do not hear each other may both claim one."""
 
     def __init__(self, current: CurrentLaunch, peers: Neighbours, patience: float) -> None:
         self._current = current
@@ -98,19 +99,20 @@ class Duties:
         self._patience = patience  # seconds that a node may be silent for
 
     def silent(self, now: float) -> dict[str, tuple[float, str]]:
-        """Nodes that do not answer, or that the coordinator does not hear from: since when, and what went wrong."""
+        """Return the nodes that do not answer, or that the coordinator does not hear from: since when, and what went
+        wrong."""
         return self._peers.silent(now, self._patience, beats=self._current.is_coordinator)
 
     def healer(self, now: float) -> str:
-        """The first member that answers this node."""
+        """Return the first member that answers this node."""
         silent, session = self.silent(now), self._current.session
         members = session.members if session is not None else ()
         return next((member.node_id for member in members if member.node_id not in silent), self._current.node_id)
 
     def orderer(self, now: float) -> tuple[str, str]:
-        """The node whose flush orders count here, and why it is that one."""
+        """Return the node whose flush orders are in force here, and why it is that one."""
         current = self._current
-        if current.is_coordinator:  # which hears from all nodes, all the time
+        if current.is_coordinator:  # which hears from all nodes at all times
             return current.node_id, "the coordinator"
         members = current.session.members if current.session is not None else ()
         return who_orders(members, self.silent(now), current.node_id)
@@ -119,11 +121,11 @@ class Duties:
         return self.orderer(now)[0] == self._current.node_id
 
     def beats_to(self, healer: str, now: float) -> set[str]:
-        """Nodes that a beat goes to: those that keep replicas of ours, the coordinator, the healer, whoever would be it
-        if it answered, and the next one where the healer itself does not answer at the moment.
+        """Return the nodes that get a beat: those that keep our replicas, the coordinator, the healer, each member that
+        would be the healer if it answered, and the next one if the healer itself does not answer at the moment.
 
-        The healer asks also those that have been quiet for half the time after which they count as lost: one that is
-        gone is then known to be gone sooner.
+        The healer also asks nodes that have been quiet for half the time after which they count as lost: so it learns
+        sooner that one is gone.
         """
         session, placement, node_id = self._current.session, self._current.placement, self._current.node_id
         if session is None or placement is None:
@@ -145,9 +147,9 @@ class Duties:
 
 
 def who_orders(members: Sequence[Member], silent: Collection[str], own: str) -> tuple[str, str]:
-    """The node whose orders count, as this node sees it, with the reason: the first member that answers.
+    """Return the node whose orders are in force, as this node sees it, with the reason: the first member that answers.
 
-    Two nodes that do not hear each other may both order. Each attempt has its own temporary name, a step is whole
+    Two nodes that do not hear each other may both order. Each attempt has its own temporary name, a step is complete
     whoever commits it, and `latest` never goes back: one of them wins, the other finds the step there.
     """
     chosen = next((one.node_id for one in members if one.node_id == own or one.node_id not in silent), own)

@@ -1,4 +1,4 @@
-"""What a node tells a load of itself. Values only."""
+"""Defines what a node tells a load about itself. Values only."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Holding:
     """One shard in a node's inventory."""
 
     held: Held
-    level: Level  # REPLICATED where the node has a record of its generation, else SEALED
-    verified: bool  # every chunk was checked here since it came; else only the head was
+    level: Level  # REPLICATED if the node has a record of its generation, else SEALED
+    verified: bool  # True: every chunk was checked here since it arrived; False: only the head was
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,8 @@ class NodeInventory:
 
     node_id: str
     holdings: tuple[Holding, ...]
-    lines: tuple[Line, ...]  # of the launches that something is left of here, the newest last
+    lines: tuple[Line, ...]  # of launches of which something is left here, the newest last
     quarantined: int  # files that failed verification and were set aside
-    damaged: tuple[tuple[ShardId, str], ...]  # found bad here lately, with the reason; not among the holdings
-    past: tuple[Session, ...]  # of earlier launches, newest last: they say who would have a shard that is missing
-    damaged_lines: int = 0  # files with lines that can't be believed
+    damaged: tuple[tuple[ShardId, str], ...]  # found damaged here lately, with the reason; not among the holdings
+    past: tuple[Session, ...]  # of earlier launches, newest last: they tell which nodes should have a missing shard
+    damaged_lines: int = 0  # number of files whose lines can't be trusted

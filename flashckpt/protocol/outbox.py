@@ -1,4 +1,4 @@
-"""What the core has decided so far on one event, in order. No I/O."""
+"""Collects the effects of one event, in order. No I/O."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Outbox:
-    """Every part of the core puts its effects here. Whoever is sent something owes an answer from then on."""
+    """The effects of all parts of the core. A node that is sent a message owes an answer from then on."""
 
     def __init__(self, current: CurrentLaunch, peers: Neighbours) -> None:
         self._current = current
@@ -23,14 +23,14 @@ class Outbox:
         self.effects: list[Effect] = []
 
     def begin(self) -> None:
-        """Another event."""
+        """Start with no effects for another event."""
         self.effects = []
 
     def add(self, *effects: Effect) -> None:
         self.effects += effects
 
     def send(self, node_id: str, body: Body, now: float) -> None:
-        """Nothing to this node itself, and nothing at all in the name of a launch that is over."""
+        """Send a message; not to this node itself, and not in the name of a launch that is over."""
         if node_id == self._current.node_id or self._current.is_fenced:
             return
         self._peers.ask(node_id, now)

@@ -1,9 +1,9 @@
-"""Who keeps whose replicas: a pure function of the members, alike on every node.
+"""Decides which nodes keep whose replicas: a pure function of the members, alike on every node.
 
-Rules, the stronger first: k distinct other nodes for every shard; none of them in the shard's own failure domain;
-no two of them in one domain; load (replica shards on a node) as even as the rules before allow. What could not be
-kept is said in the reason. The order of the members and their addresses do not matter, and few assignments move
-when a node joins or leaves: see docs/decisions/0009-placement.md for how and how many.
+Rules, the stronger first: k distinct other nodes for every shard; none of them in the shard's own failure domain; no
+two of them in one domain; load (replica shards on a node) as even as the rules before allow. The reason names the rules
+that could not be kept. The order of the members and their addresses do not matter, and few assignments move when a node
+joins or leaves: see docs/decisions/0009-placement.md for how and how many.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _MASK = (1 << 64) - 1
-_TIGHT = 1.1  # a domain whose share is within a tenth of all it could be given has no choice
+_TIGHT = 1.1  # a domain whose share is within a tenth of its maximum has no choice
 _IDLE_ROUNDS = 4  # rounds without a single match after which matching at random gives way to exact repair
 _MOST_ROUNDS = 128
 _SWAP_TRIES = 4  # free holders tried for a swap before the exact search
@@ -32,10 +32,10 @@ _SWAP_TRIES = 4  # free holders tried for a swap before the exact search
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The answer, with its reason."""
+    """The buddies of every rank, with the reason."""
 
     strategy: str
-    replicas: int  # copies on other nodes that every shard really gets: min(asked for, nodes - 1)
+    replicas: int  # copies on other nodes that every shard gets: min(asked for, nodes - 1)
     reason: str
     _buddies: Mapping[int, tuple[str, ...]] = field(repr=False)  # by rank
     _holders: Mapping[str, tuple[str, ...]] = field(repr=False)  # by owner's node
@@ -65,15 +65,15 @@ def _of_node(table: Mapping[str, tuple[T, ...]], node_id: str) -> tuple[T, ...]:
 
 
 class Strategy(Protocol):
-    """One way to place. Gets the nodes in ring order, at least two, and 1 <= replicas < number of nodes."""
+    """One way to place. It is given the nodes in ring order, at least two, and 1 <= replicas < number of nodes."""
 
     def assign(self, nodes: _Nodes, replicas: int) -> tuple[list[list[tuple[int, ...]]], list[str]]:
-        """For each node, for each of its ranks in order, the indices of its buddies; and what to tell about it."""
+        """Return the indices of its buddies for each rank of each node, in order, and notes for the reason."""
         ...
 
 
 def place(members: Sequence[Member], replicas: int, strategy: str = "ring") -> Placement:
-    """Chooses min(replicas, nodes - 1) buddies for every rank of every member."""
+    """Choose min(replicas, nodes - 1) buddies for every rank of every member."""
     if strategy not in STRATEGIES:
         raise ConfigError(f"placement strategy: expected one of {sorted(STRATEGIES)}, found {strategy!r}")
     if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 0:
@@ -107,7 +107,7 @@ def place(members: Sequence[Member], replicas: int, strategy: str = "ring") -> P
 
 
 def survives(placement: Placement, members: Sequence[Member], lost: Collection[str]) -> bool:
-    """Whether every shard keeps a copy, its own node's or a replica, when these nodes are lost together."""
+    """Return True if every shard keeps a copy, its own node's or a replica, when these nodes are lost together."""
     gone = set(lost)
     return all(
         not gone.issuperset(placement.buddies(rank))
@@ -146,7 +146,7 @@ def _reason(
         return f"unreplicated: {asked} asked for, but this is the only node; its loss loses its checkpoints"
     low, high = min(loads), max(loads)
     load = str(low) if low == high else f"{low} to {high}"
-    parts = [f"{strategy}: {effective} of {asked} replicas on {count} nodes, {load} replica shards a node"]
+    parts = [f"{strategy}: {effective} of {asked} replicas on {count} nodes, {load} replica shards per node"]
     if effective < asked:
         parts.append(f"fewer replicas than asked for: a shard has only {count - 1} other nodes")
     return "; ".join([*parts, *notes])
@@ -154,8 +154,11 @@ def _reason(
 
 @dataclass(frozen=True, slots=True)
 class _Nodes:
-    """The members in ring order, by index. The order comes from a hash of the ids: neighbours by name are often
-    neighbours in a rack, and would be lost together where nobody has set labels."""
+    """The members in ring order, by index.
+
+    The order comes from a hash of the ids: nodes with neighbouring names often share a rack, and would be lost together
+    if nobody has set labels.
+    """
 
     ids: tuple[str, ...]
     hashes: tuple[int, ...]  # ascending
@@ -183,7 +186,7 @@ class _Nodes:
         )
 
     def subset(self, chosen: Sequence[int]) -> _Nodes:
-        """These nodes alone, still in ring order."""
+        """Return a copy with only these nodes, still in ring order."""
         kept = sorted(chosen)
         index: dict[int, int] = {}
         domains = [index.setdefault(self.domains[node], len(index)) for node in kept]
@@ -198,7 +201,7 @@ class _Nodes:
 
 
 class _Ring:
-    """Each node's shards go to its k successors on the ring, except where domains or loads forbid it."""
+    """Places each node's shards on its k successors on the ring, except if domains or loads forbid it."""
 
     def assign(self, nodes: _Nodes, replicas: int) -> tuple[list[list[tuple[int, ...]]], list[str]]:
         quota, notes = _quota(nodes, replicas)
@@ -206,11 +209,11 @@ class _Ring:
         capacity, tight = _capacities(nodes, sizes, replicas, quota)
         flow = _Flow(nodes, sizes, [size * replicas for size in sizes], capacity, quota)
         flow.fill(replicas, tight)
-        # The rules can always be kept by somebody, if only at a higher load: whatever is left over is spread.
+        # All rules can be kept at some higher load: raise it until everything is placed.
         fair = level = max(capacity)
         while flow.repair():
             if level > sum(sizes):
-                raise InternalError(f"placement: expected room for all replicas at {level} shards a node, found none")
+                raise InternalError(f"placement: expected room for all replicas at {level} shards per node, found none")
             flow.raise_to(level)
             level += 1
         if max(flow.loads()) > max(fair, -(-sum(sizes) * replicas // len(sizes))):
@@ -220,7 +223,8 @@ class _Ring:
 
 
 class _Group:
-    """Closed groups of k + 1 nodes that keep each other's shards: the fewest sets of nodes whose loss is fatal."""
+    """Places shards in closed groups of k + 1 nodes that keep each other's: the fewest sets of nodes whose loss is
+    fatal."""
 
     def assign(self, nodes: _Nodes, replicas: int) -> tuple[list[list[tuple[int, ...]]], list[str]]:
         count = len(nodes.ids) // (replicas + 1)
@@ -232,7 +236,7 @@ class _Group:
             return STRATEGIES["ring"].assign(nodes, replicas)
         largest = max(nodes.by_domain, key=len)
         if len(largest) > count:
-            # Larger groups could keep the domains apart, but at twice the load for the nodes of the other domains.
+            # Larger groups could keep the domains apart, but would double the load of the other domains' nodes.
             rows, notes = STRATEGIES["ring"].assign(nodes, replicas)
             label = nodes.labels[nodes.domains[largest[0]]]
             instead = f"ring instead of groups: domain {label!r} has {len(largest)} nodes, but there are {count} groups"
@@ -256,8 +260,9 @@ class _Group:
         return placed, list(told_of)
 
     def _groups(self, nodes: _Nodes, replicas: int, count: int) -> list[list[int]] | None:
-        """Sorted groups of at least k + 1 nodes, none with two of one domain; None where that can't be."""
-        # The heads are a choice that moves little when a node joins; the others are then matched with them.
+        """Return sorted groups of at least k + 1 nodes, none with two of one domain; None if there are no such
+        groups."""
+        # The heads are chosen so that few change when a node joins; the other nodes are then matched with them.
         heads = sorted(range(len(nodes.ids)), key=lambda node: _mix(nodes.hashes[node], 1))[:count]
         rest = len(nodes.ids) - count * (replicas + 1)
         # A domain with nearly as many nodes as there are groups has to be in nearly every group.
@@ -285,7 +290,8 @@ def _without_labels(nodes: _Nodes) -> _Nodes:
 
 
 def _quota(nodes: _Nodes, replicas: int) -> tuple[list[list[int]] | None, list[str]]:
-    """Most copies of one shard of domain d in domain e, as [d][e]. None: one in every other domain, none at home."""
+    """Return the most copies of a shard of domain d in domain e, as [d][e]; None: one in every other domain, none in
+    its own."""
     sizes = [len(one) for one in nodes.by_domain]
     if len(sizes) > replicas:
         return None, []
@@ -311,9 +317,9 @@ def _quota(nodes: _Nodes, replicas: int) -> tuple[list[list[int]] | None, list[s
 def _capacities(
     nodes: _Nodes, sizes: Sequence[int], replicas: int, quota: list[list[int]] | None
 ) -> tuple[list[int], set[int]]:
-    """How many replica shards each node should keep: one level for all, less where a domain can't be given as much.
+    """Return how many replica shards each node should keep: one level for all, less if a domain can't be given as much.
 
-    Nobody could do with a lower maximum, and the figures change little when a node joins or leaves.
+    No lower maximum is possible, and the figures change little when a node joins or leaves.
     Also returns the domains that can hardly be given their share, because most shards are their own.
     """
     domains = nodes.by_domain
@@ -343,7 +349,7 @@ def _capacities(
         low, high = (middle, high) if sum(at(middle)) <= wanted else (low, middle)
     shares = at(low)
     spare = wanted - sum(shares)
-    # Who gets one more than the others is a matter of hashes: a node more or less changes few of them.
+    # Hashes decide which nodes get one more than the others: so one node more or less changes few of them.
     order = sorted(range(len(sizes)), key=lambda node: _mix(nodes.hashes[node], 2))
     above = at(low + 1)
     for node in order:
@@ -368,7 +374,7 @@ def _capacities(
 class _Flow:
     """Moves shards from owners to holders: first along the ring, then by random matching, then exactly.
 
-    Amounts are counted by pair of nodes; `_spread` makes single shards of them. An owner gives one holder at most
+    Amounts are counted per pair of nodes; `_spread` makes single shards of them. An owner gives one holder at most
     `sizes[owner]` (each shard once) and a domain at most its quota of that.
     """
 
@@ -400,14 +406,17 @@ class _Flow:
                 self._capacity[node] = level
 
     def fill(self, replicas: int, tight: Collection[int] = ()) -> None:
-        """Gives what can be given without taking anything back. `tight` are domains that have no choice: they go first,
-        so that nobody with a choice takes what they need."""
+        """Give what can be given without taking anything back.
+
+        `tight` are domains that have no choice: they are served first, so that nobody with a choice takes what they
+        need.
+        """
         domains = self._nodes.domains
         everyone = range(len(domains))
         if tight:
             pinned = [node for node in everyone if domains[node] in tight]
             self._match(everyone, pinned, replicas, tight)
-            # A single one can't give to itself; leaving it out spares circles on which nothing would meet.
+            # A single tight domain can't give to itself: without it no circle is matched in vain.
             outside = [node for node in everyone if len(tight) > 1 or domains[node] not in tight]
             self._match(pinned, outside, replicas)
         self._match(everyone, everyone, replicas)
@@ -415,14 +424,14 @@ class _Flow:
     def _match(
         self, owners: Sequence[int], holders: Sequence[int], replicas: int, targets: Collection[int] = ()
     ) -> None:
-        """Gives from `owners` to `holders`, which are in the domains `targets` (none: in any)."""
+        """Match `owners` with `holders`, which are in the domains `targets` (none: in any)."""
         count, allowed = len(self._sizes), set(holders)
         for distance in range(1, replicas + 1):
             for owner in owners:
                 if (owner + distance) % count in allowed:
                     self._give(owner, (owner + distance) % count)
-        # What is left is matched on circles of other orders, each owner with the holders that directly follow it.
-        # A node more or less changes one match a circle at most: all the others keep their neighbours.
+        # The rest is matched on circles of other orders, each owner with the holders that directly follow it. One node
+        # more or less changes at most one match per circle: all others keep their neighbours.
         hashes, idle = self._nodes.hashes, 0
         for circle in range(_MOST_ROUNDS):
             owners = [
@@ -447,7 +456,8 @@ class _Flow:
             idle = 0 if moved else idle + 1
 
     def repair(self) -> bool:
-        """Gives the rest by taking back and giving elsewhere. True if something can't be given at these capacities."""
+        """Give the rest by taking back and giving elsewhere. Return True if something can't be given at these
+        capacities."""
         stuck = False
         for owner in range(len(self._sizes)):
             while self._need[owner] and (self._swap(owner) or self._augment(owner)):
@@ -456,7 +466,7 @@ class _Flow:
         return stuck
 
     def _room(self, owner: int, holder: int, leaving: int = -1, freed: int = 0) -> int:
-        """What `owner` may still give to `holder`, if it takes back `freed` from `leaving` first."""
+        """Return how much `owner` may still give to `holder`, if it takes back `freed` from `leaving` first."""
         if owner == holder:
             return 0
         domain = self._nodes.domains[holder]
@@ -466,7 +476,7 @@ class _Flow:
         return min(left, self._sizes[owner] - self.given[owner].get(holder, 0))
 
     def _left(self, owner: int, domain: int) -> int:
-        """What `owner` may still give to a domain."""
+        """Return how much `owner` may still give to a domain."""
         home = self._nodes.domains[owner]
         quota = int(home != domain) if self._quota is None else self._quota[home][domain]
         return quota * self._sizes[owner] - self._to_domain[owner].get(domain, 0)
@@ -493,7 +503,8 @@ class _Flow:
             del self._owners[holder][owner]
 
     def _swap(self, owner: int) -> bool:
-        """The usual repair, found in a few steps: another owner moves to a free holder and leaves its place to us."""
+        """Try the usual repair, found in a few steps: another owner moves to a free holder and leaves its place to
+        `owner`."""
         count = len(self._sizes)
         start = bisect_left(self._nodes.hashes, _mix(self._nodes.hashes[owner], 0))
         for holder in self._free_holders(_SWAP_TRIES):
@@ -524,7 +535,7 @@ class _Flow:
                     return
 
     def _augment(self, start: int) -> bool:
-        """The exact repair: the shortest chain of owners that move, each to the place the next one leaves."""
+        """Try the exact repair: the shortest chain of owners that move, each to the place that the next one leaves."""
         unseen = [dict.fromkeys(one) for one in self._nodes.by_domain]
         open_domains = dict.fromkeys(range(len(unseen)))
         came_from: dict[int, tuple[int, int]] = {}  # holder: (owner that would move to it, the holder it would leave)
@@ -532,7 +543,8 @@ class _Flow:
         queue: deque[int] = deque()
 
         def reach(owner: int, left: int, domains: Sequence[int], *, inside: bool) -> int | None:
-            """Visits what `owner` could move to. `inside`: within the domain it leaves, which needs no quota."""
+            """Visit the holders that `owner` could move to. `inside`: within the domain it leaves, which needs no
+            quota."""
             for domain in domains:
                 if not inside and self._left(owner, domain) <= 0:
                     continue
@@ -574,11 +586,11 @@ class _Flow:
 
 
 def _spread(nodes: _Nodes, given: Mapping[int, int], size: int, replicas: int) -> list[tuple[int, ...]]:
-    """Makes single shards of the amounts: `size` rows of `replicas` distinct holders.
+    """Make single shards of the amounts: `size` rows of `replicas` distinct holders.
 
-    Holders are laid out in a line, as often as they were given something, domain by domain, and every shard takes
-    each `size`-th place. No holder's stretch is longer than `size`, so none meets a shard twice; the same for
-    domains and their quota.
+    Holders are laid out in a line, as often as they were given something, domain by domain, and every shard takes each
+    `size`-th place. No holder's stretch is longer than `size`, so none gets a shard twice; the same holds for domains
+    and their quota.
     """
     line: list[int] = []
     for holder in sorted(given, key=lambda one: (nodes.labels[nodes.domains[one]], nodes.domains[one], one)):
@@ -593,7 +605,7 @@ def _hash(node_id: str) -> int:
 
 
 def _mix(value: int, salt: int) -> int:
-    """Another order of the same nodes for each salt (the finalizer of SplitMix64)."""
+    """Return another order of the same nodes for each salt (the finalizer of SplitMix64)."""
     value = (value + salt * 0x9E3779B97F4A7C15) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK

@@ -1,4 +1,4 @@
-"""Lets go of what nobody needs any more. No I/O."""
+"""Releases shards that nobody needs any more. No I/O."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 class Releasing:
-    """A copy that was acknowledged goes only when its generation is abandoned, given up, or followed by a record of the
-    same launch (protocol/commit.py), and a flush has no more need of it."""
+    """Releases shards. A copy that was acknowledged is released only when its generation is abandoned, void, or
+    followed by a record of the same launch (protocol/commit.py), and no flush needs it."""
 
     def __init__(
         self,
@@ -50,11 +50,11 @@ class Releasing:
         committed = self._ledger.committed
         for generation, why in reasons.items():
             if generation not in committed and self._current.is_of_this_launch(generation):
-                # Trainers may wait for a level that this one will never reach.
+                # Trainers may wait for a level that this generation will never reach.
                 self._outbox.add(Notify(generation, Level.NONE, why))
 
     def is_only_flushed(self, generation: Generation) -> bool:
-        """Nobody needs it in memory any more but the flush."""
+        """Return True if only the flush still needs the generation in memory."""
         if not self._flushing.needs(generation) or generation in self._ledger.voids:
             return False
         return not self._current.is_killed(generation) and bool(self._ledger.why_droppable(generation))

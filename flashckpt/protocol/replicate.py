@@ -1,4 +1,4 @@
-"""Pushes copies of this node's shards to its buddies, and asks for lost ones back. Pure."""
+"""Pushes replicas of this node's shards to its buddies, and asks for lost shards back. Pure."""
 
 from __future__ import annotations
 
@@ -22,42 +22,42 @@ if TYPE_CHECKING:
     from flashckpt.types import Generation, Held, ShardId
 
 
-# The times that an agent goes by.
+# The intervals and limits of an agent.
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Times in seconds."""
 
-    beat: float = 1.0  # between two messages to a node that has to hear from us
+    beat: float = 1.0  # between two messages to the same node
     retry_first: float = 0.1  # before a failed push is tried again; doubles
     retry_most: float = 5.0
-    peer_timeout: float = 10.0  # a node that was not heard from for so long is called down
-    pushes_per_node: int = 2  # at once
+    peer_timeout: float = 10.0  # after so long without a message a node counts as down
+    pushes_per_node: int = 2  # at one time
 
 
-# Pushes that have to happen, and when each is tried again. No I/O.
+# Pushes that are due or under way, and when each is tried again. No I/O.
 
 _MOST_DOUBLINGS = 16
 
 
 @dataclass(slots=True)
 class QueuedPush:
-    """One shard on its way to one node."""
+    """The push of one shard to one node: queued, running or ended."""
 
     held: Held
     node_id: str
-    heals: bool = False  # asked for by the healer, which asks again: one try
+    heals: bool = False  # ordered by the healer, which orders it again: one try
     running: bool = False
-    acked: bool = False  # it ended, and the node has these very bytes
+    acked: bool = False  # it ended, and the node has exactly these bytes
     failures: int = 0
     next_at: float = 0.0
     problem: str = ""
     refused: bool = False  # the problem is what the node answered
-    short_since: float | None = None  # the node has had no room for it since then, whenever it was asked
+    short_since: float | None = None  # since then the node has had no room for it, at every try
 
     def failed(self, reason: str, now: float, first: float, most: float) -> None:
-        """It is tried again, later each time."""
+        """Note a failure and delay the next try, longer each time."""
         self.failures += 1
         self.problem = reason
         is_short = NoSpaceError.code in reason
@@ -66,19 +66,19 @@ class QueuedPush:
 
 
 class PushQueue(dict["tuple[ShardId, str]", QueuedPush]):
-    """By shard and node."""
+    """The pushes of this node, by shard and target node."""
 
     def want(self, held: Held, node_id: str, now: float, *, heals: bool = False) -> None:
         one = self.setdefault((held.shard, node_id), QueuedPush(held, node_id, heals=heals, next_at=now))
         one.heals = one.heals and heals
 
     def start_due(self, now: float, per_node: int) -> list[QueuedPush]:
-        """Those that begin now; at most so many run to one node at a time."""
+        """Start the pushes that are due, and return them; at most `per_node` run to one node at a time."""
         running: dict[str, int] = {}
         for one in self.values():
             running[one.node_id] = running.get(one.node_id, 0) + one.running
         started = []
-        # The oldest first: its commit is what frees memory. What only heals must not hold a commit up.
+        # The oldest first: its commit is what frees memory. Copies for the healer must not delay a commit.
         for one in sorted(self.values(), key=lambda one: (one.heals, held_order(one.held))):
             if not one.running and now >= one.next_at and running[one.node_id] < per_node:
                 one.running = True
@@ -98,11 +98,11 @@ class PushQueue(dict["tuple[ShardId, str]", QueuedPush]):
         return [one for one in self.values() if one.held.shard == shard]
 
 
-# Starts pushes and takes note of how each ended. No I/O.
+# Starts pushes and notes how each ended. No I/O.
 
 
 class Pushing:
-    """Of replicas to their buddies, of what others have lost back to them, and of copies that the healer asks for."""
+    """Pushes replicas to their buddies, shards back to owners that lost them, and the copies that the healer orders."""
 
     def __init__(self, current: CurrentLaunch, outbox: Outbox, limits: Limits) -> None:
         self._current = current
@@ -114,22 +114,22 @@ class Pushing:
         self.transfers.want(held, node_id, now, heals=heals)
 
     def drop(self, shard: ShardId) -> None:
-        """There is nothing left to push."""
+        """Drop all pushes of a shard that is not held any more."""
         self.transfers.drop(shard)
 
     def stop(self) -> None:
-        """The launch is over."""
+        """Drop all pushes: the launch is over."""
         self.transfers.clear()
 
     def start(self, now: float) -> None:
-        """Those that are due."""
+        """Start the pushes that are due."""
         if self._current.is_fenced:
             return
         for one in self.transfers.start_due(now, self._limits.pushes_per_node):
             self._outbox.push(one.held, one.node_id, now, heals=one.heals)
 
     def end(self, event: Pushed, now: float) -> QueuedPush | None:
-        """What has ended; None where it does not count any more."""
+        """Note the end of a push. Return it; None if it does not count any more."""
         one = self.transfers.get((event.shard, event.node_id))
         if one is None:
             return None
@@ -138,7 +138,7 @@ class Pushing:
         if not one.acked:
             one.problem = event.reason or "acknowledged other bytes"
             one.refused = event.end is not PushEnd.FAILED
-        # The healer asks again for what it still wants.
+        # The healer orders again what it still wants.
         if one.acked or one.heals or event.end is PushEnd.REFUSED:
             del self.transfers[event.shard, event.node_id]
         else:
@@ -146,11 +146,11 @@ class Pushing:
         return one
 
 
-# Sees to it that the shards of this node's ranks lie where they should, and come back where they are lost. No I/O.
+# Brings the shards of this node's ranks to their buddies, and back if they are lost. No I/O.
 
 
 class Replicating:
-    """An owner's part, and a holder's: a holder pushes back what its owner has lost."""
+    """Replicates as an owner; as a holder, pushes back what an owner has lost."""
 
     def __init__(
         self,
@@ -169,15 +169,16 @@ class Replicating:
         self._outbox = outbox
 
     def consider(self, held: Held, now: float) -> None:
-        """Starts what a held shard needs: pushes to its buddies, and its report."""
+        """Start what a held shard of this node's ranks needs: pushes to its buddies, and its report."""
         shard, holdings = held.shard, self._holdings
         if not self._current.owns(shard):
             return
         if holdings.is_split(held):
-            # Also what is found at a start: the agent before may have died between seeing this and dropping it.
+            # This also holds for shards found at a start: the previous agent may have died between seeing this and
+            # releasing them.
             reason = f"ranks of {self._current.node_id} disagree on which plain tensors they share"
             self._committing.give_up(shard.generation, reason, now)
-        # Even of what is void, or lies on no other node yet: it tells how far the rank has got.
+        # Report it even if it is void or lies on no other node yet: the report tells how far the rank has got.
         if shard.generation in self._ledger.voids:
             self._committing.tell(Lost(shard), now)
             return
@@ -188,7 +189,7 @@ class Replicating:
         self._pushing.start(now)
 
     def acked(self, one: QueuedPush, now: float) -> None:
-        """A node has it."""
+        """Note that a node has acknowledged a copy, and report the shard once enough have."""
         shard = one.held.shard
         if self._current.owns(shard) and self._holdings.acknowledge(shard, one.node_id) >= self._current.replicas:
             self._committing.report(one.held, now)
@@ -196,7 +197,7 @@ class Replicating:
     # --- lost shards ----------------------------------------------------------------------------------------
 
     def lost(self, held: Held, now: float) -> None:
-        """This node's copy is gone."""
+        """Ask for a shard back that this node has lost."""
         shard, holdings = held.shard, self._holdings
         self._pushing.drop(shard)
         owner = self._current.owner_of(shard)
@@ -207,14 +208,14 @@ class Replicating:
             self._outbox.send(owner, Lost(shard), now)
             return
         sources = holdings.want_own_back(held)
-        # Not on its own node: that is one copy less than a report promises.
+        # Reports promise the copy on the shard's own node too: one is missing now.
         self._committing.tell(Lost(shard), now)
         for node_id in sorted(sources) if shard in holdings.wanted else ():
             self._outbox.send(node_id, WantBack(shard, held.digest), now)
         self._give_up_if_stranded(shard, now)
 
     def lost_by(self, node_id: str, shard: ShardId, now: float) -> None:
-        """Another node does not have a shard of this node's ranks."""
+        """Note that another node does not have a shard of this node's ranks, and replicate it again or give it up."""
         self._holdings.not_with(shard, node_id)
         held = self._holdings.held.get(shard)
         if held is not None:
@@ -223,7 +224,7 @@ class Replicating:
             self._give_up_if_stranded(shard, now)
 
     def wanted_by(self, node_id: str, shard: ShardId, digest: bytes, now: float) -> None:
-        """Another node wants its own shard back."""
+        """Push a shard back to its owner, or tell it that this node does not have it."""
         held = self._holdings.held.get(shard)
         if held is not None and held.digest == digest:
             self._pushing.want(held, node_id, now)
@@ -232,6 +233,6 @@ class Replicating:
             self._outbox.send(node_id, Lost(shard), now)
 
     def _give_up_if_stranded(self, shard: ShardId, now: float) -> None:
-        """Nobody can give it back: its generation can't be completed, if it is not complete already."""
+        """Give a generation up if nobody can give back this shard of it, unless it is complete already."""
         if self._holdings.is_stranded(shard):
             self._committing.ask_to_give_up(shard.generation, now)

@@ -1,4 +1,5 @@
-"""What this agent itself sees of the other members and of the kept generation: what the verdict is made of. No I/O."""
+"""Collects what this agent itself sees of the other members and of the kept generation, as input for the verdict. No
+I/O."""
 
 from __future__ import annotations
 
@@ -17,12 +18,12 @@ if TYPE_CHECKING:
     from flashckpt.types import Generation
 
 _AWAY = (PeerState.UNREACHABLE, PeerState.DOWN, PeerState.MISSED)
-_LATE_SECONDS = 5.0  # after which a rank that has not saved a generation is one that may never
-_SHOWN = 4  # nodes in a reason
+_LATE_SECONDS = 5.0  # after so long a rank that has not saved a generation may never save it
+_SHOWN = 4  # number of nodes listed in a reason
 
 
 def peers_of(core: AgentCore, now: float) -> dict[str, Peer]:
-    """Every other member, by node id."""
+    """Return the state of every other member, by node id."""
     seen = _seen(core, now)
     word = core.health
     doubted = core.kept is None or word is None or bool(why_doubtful(_view(core, core.kept, seen), now))
@@ -39,13 +40,13 @@ def peers_of(core: AgentCore, now: float) -> dict[str, Peer]:
 
 
 def verdict_of(core: AgentCore, now: float) -> tuple[Verdict, str] | None:
-    """How the kept generation stands, and why it is this that is said; None where nothing is kept."""
+    """Return how the kept generation stands, with the source of the verdict; None if nothing is kept."""
     kept = core.kept
     return None if kept is None else judge(_view(core, kept, _seen(core, now)), now)
 
 
 def waiting_of(core: AgentCore) -> set[Generation]:
-    """Generations that ranks of this node have sealed, and that may still be replicated."""
+    """Return the generations that ranks of this node have sealed and that may still be replicated."""
     if core.session is None or core.is_fenced or not core.replicas:
         return set()
     return {
@@ -60,8 +61,8 @@ def waiting_of(core: AgentCore) -> set[Generation]:
 def lag_of(
     core: AgentCore, since: Mapping[Generation, float], peers: Mapping[str, Peer], now: float
 ) -> tuple[Change, str] | None:
-    """Why the oldest of the generations that wait is not replicated, and the same without what differs from attempt to
-    attempt; None where none waits.
+    """Return why the oldest waiting generation is not replicated, and the same text without the parts that vary from
+    attempt to attempt; None if no generation waits.
 
     `since` says when each was first seen to wait, `peers` how this node sees the others.
     """
@@ -98,16 +99,17 @@ def lag_of(
 
 
 def _missing(core: AgentCore, generation: Generation) -> tuple[list[int], list[int]]:
-    """Ranks that have not sealed it, and those whose copies are not made; nothing where another node counts them."""
+    """Return the ranks that have not sealed the generation, and those whose copies are not made; nothing on a node that
+    is not the coordinator."""
     if core.session is None or not core.is_coordinator:
         return [], []
-    tally = core.committing.ballot.generations.get(generation)
+    tally = core.committing.counted.generations.get(generation)
     sealed, reports = (tally.sealed, tally.reports) if tally is not None else ({}, {})
     return missing_ranks(sealed, core.session.world), missing_ranks(reports, core.session.world)
 
 
 def _seen(core: AgentCore, now: float) -> dict[str, Peer]:
-    """Without what others say. A node that this one never speaks to counts as up."""
+    """Return the members as this node alone sees them. A node that this one never speaks to counts as up."""
     silent = core.silent(now)
     found = {}
     for node_id, peer in core.peers.items():
@@ -137,5 +139,5 @@ def _view(core: AgentCore, kept: Generation, peers: dict[str, Peer]) -> View:
         word=core.health,
         patience=core.limits.peer_timeout,
     )
-    # A launch that was overtaken hears and says nothing any more.
+    # A launch that was overtaken neither receives nor sends anything any more.
     return replace(view, word=None, holdings={}) if core.is_fenced else view

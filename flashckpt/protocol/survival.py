@@ -1,7 +1,7 @@
-"""Which losses of nodes a generation would survive right now, and that in words. Pure.
+"""Computes which losses of nodes a generation would survive right now, and puts it in words. Pure.
 
-A set of nodes is fatal where it contains all holders of some shard. So the smallest fatal sets are the smallest sets
-of holders themselves: nothing has to be searched, however many nodes there are.
+A set of nodes is fatal if it contains all holders of some shard. So the smallest fatal sets are the smallest sets of
+holders themselves: nothing has to be searched, however many nodes there are.
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ _SHOWN_NAMES = 8
 
 
 def survival(holders: Mapping[int, Iterable[str]], world: int, domains: Mapping[str, str]) -> Survival:
-    """`holders`: by rank, live nodes only; `domains`: by live node, "" where it has none."""
+    """Return the losses that would be survived.
+
+    `holders`: by rank, live nodes only; `domains`: by live node, "" if it has none.
+    """
     lost = world - len(holders)
-    shards: dict[frozenset[str], int] = {}  # sets of holders → the lowest rank that has just these
+    shards: dict[frozenset[str], int] = {}  # sets of holders → the lowest rank with exactly these
     for rank in sorted(holders):
         shards.setdefault(frozenset(holders[rank]), rank)
     fewest = min(map(len, shards), default=0)
@@ -36,7 +39,7 @@ def survival(holders: Mapping[int, Iterable[str]], world: int, domains: Mapping[
 
 
 def words(found: Survival, lost: Sequence[int], lost_count: int) -> str:
-    """The answer to "what may be lost now?". `lost`: ranks whose shard nobody has, or the first of them."""
+    """Answer "what may be lost now?" in words. `lost`: ranks whose shard nobody has, or the first of them."""
     if found.any_nodes < 0:
         more = f" and {lost_count - len(lost)} more" if lost_count > len(lost) else ""
         return f"not even what is there: no live node has shard {', '.join(map(str, lost))}{more}"

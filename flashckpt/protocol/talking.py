@@ -1,4 +1,4 @@
-"""What nodes tell each other: takes in what is said, answers it, and says again what nothing shows to be heard. No I/O.
+"""Exchanges messages with other nodes: applies them, answers them, and repeats what is not confirmed. No I/O.
 
 Messages are state, not commands (flashckpt/protocol/wire.py): each may be lost, repeated or late without harm.
 """
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class Talking:
-    """Every message finds the part that it is for."""
+    """Passes every message to the part that it concerns."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class Talking:
         )
 
     def beat(self, healer: str, holds: list[Holds], now: float) -> None:
-        """`holds` is for the healer."""
+        """Send the messages that are due. `holds` is for the healer."""
         neighbours = self._duties.beats_to(healer, now)
         for node_id in self._peers.due(now, self._beat):
             news = [*self._news_for(node_id, now), *(holds if node_id == healer else ())]
@@ -159,7 +159,7 @@ class Talking:
                 self._outbox.send(node_id, body, now)
 
     def _news_for(self, node_id: str, now: float) -> list[Body]:
-        """What the node has to hear again, because nothing says that it has."""
+        """Return the messages that the node gets again, because nothing shows that it has received them."""
         news: list[Body] = []
         if self._is_coordinator(node_id):
             pending = (held for held in self._holdings.own() if not self._ledger.is_settled(held.shard.generation))

@@ -1,7 +1,7 @@
-"""Decides how the kept generation stands, as far as this node can know, and which lines that is worth in the log. Pure.
+"""Decides how the kept generation stands, as far as this node can know, and which changes are worth a log line. Pure.
 
-The healer's word counts while it is fresh and nothing contradicts it. Else this node judges by itself where it knows of
-every member what it holds, or that it does not answer. Else the verdict is that nobody knows.
+The healer's word counts while it is fresh and nothing contradicts it. Otherwise this node judges by itself, if it knows
+of every member what it holds or that it does not answer. Otherwise the verdict is UNKNOWN.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from flashckpt.types import Generation
 
-_SHOWN = 16  # of a list in a summary
+_SHOWN = 16  # number of entries that a summary lists
 
 
 class PeerState(enum.Enum):
@@ -29,7 +29,7 @@ class PeerState(enum.Enum):
     UNREACHABLE = "unreachable"  # the last try failed, less than `peer_timeout` ago
     DOWN = "down"  # silent for `peer_timeout`
     MISSED = "missed"  # the healer does not hear from it; this node does not speak to it
-    UNKNOWN = "unknown"  # this node does not speak to it, and nobody who is believed does
+    UNKNOWN = "unknown"  # this node does not speak to it, and no current healer's word tells
 
 
 class Safety(enum.Enum):
@@ -48,14 +48,14 @@ class ChangeKind(enum.Enum):
         "waiting"  # a generation is not replicated yet: it takes its time, or was told to lag and the reason changed
     )
     LAGGING = "lagging"  # it is not replicated yet, because something went wrong
-    GOING_ON = "going_on"  # neither holds any more
+    GOING_ON = "going_on"  # no longer waiting or lagging
     AT_RISK = "at_risk"  # the kept generation: Safety.AT_RISK
     LOST = "lost"  # Safety.LOST
     HEALED = "healed"  # Safety.SAFE again
 
 
 class Change(NamedTuple):
-    """What trainers hear of it."""
+    """A change of the replication, as trainers are told."""
 
     kind: ChangeKind
     generation: Generation
@@ -65,25 +65,25 @@ class Change(NamedTuple):
         return f"step {self.generation.step}: {self.reason}"
 
 
-class Word(NamedTuple):
+class HealerWord(NamedTuple):
     """What a healer said of the kept generation."""
 
     health: Health
     heard_at: float
-    speaker: str  # node id; this very node where it is the healer
+    speaker: str  # node id of the healer; may be this node
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
     """Another member, as this node sees it."""
 
-    state: PeerState  # UP also where this node has never spoken to it
+    state: PeerState  # UP also if this node has never spoken to it
     problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """All that the verdict is made of."""
+    """All that the verdict is based on."""
 
     node_id: str
     kept: Generation
@@ -92,8 +92,8 @@ class View:
     world: int  # ranks of the kept generation; 0: not known here
     domains: Mapping[str, str]  # of every member, this node among them
     peers: Mapping[str, Peer]
-    holdings: Mapping[str, frozenset[int]]  # members whose shards of it are known first hand, this node among them
-    word: Word | None
+    holdings: Mapping[str, frozenset[int]]  # members whose shards of it are known first hand, this node included
+    word: HealerWord | None
     patience: float
 
 
@@ -104,14 +104,14 @@ class Verdict:
     safety: Safety
     generation: Generation
     words: str  # the answer to "what may be lost now?"
-    source: str  # the node that says so; "" where nobody knows
+    source: str  # the node that says so; "" if none knows
     age_seconds: float
-    health: Health | None  # the figures; None where nobody knows
-    last: Word | None  # the last word of a healer, counted or not
+    health: Health | None  # the figures; None if none knows
+    last: HealerWord | None  # the last word of a healer, whether it counts or not
 
 
 def judge(view: View, now: float) -> tuple[Verdict, str]:
-    """How the kept generation stands, and why it is this that is said."""
+    """Return how the kept generation stands, and the source of the verdict."""
     doubt = why_doubtful(view, now)
     word = view.word
     if word is not None and not doubt:
@@ -129,7 +129,7 @@ def judge(view: View, now: float) -> tuple[Verdict, str]:
 
 
 def why_doubtful(view: View, now: float) -> str:
-    """Why the healer's last word does not count; "" = it does."""
+    """Return why the healer's last word does not count; "" = it does."""
     word = view.word
     if word is None:
         return "no healer has said yet how it stands"
@@ -146,14 +146,17 @@ def why_doubtful(view: View, now: float) -> str:
 
 
 def _is_followed(view: View, health: Health) -> bool:
-    """Whether a word on the generation before tells of the kept one as well: where commits come faster than words, all
-    of them are on generations before. A commit has all its copies, so that the figures are at worst too low."""
+    """Return True if a word on the previous generation also covers the kept one.
+
+    Where commits come faster than words, every word is about an earlier generation. A commit has all its copies, so the
+    figures are at worst too low.
+    """
     before = health.generation
     same_launch = (before.epoch, before.nonce) == (view.kept.epoch, view.kept.nonce)
     return view.committed and same_launch and before < view.kept and not health.lost_count
 
 
-def _last_word(view: View, word: Word, now: float) -> str:
+def _last_word(view: View, word: HealerWord, now: float) -> str:
     about = "" if word.health.generation == view.kept else f", about step {word.health.generation.step}"
     return f"last word of {word.speaker}, {now - word.heard_at:.0f} s ago{about}"
 
@@ -168,7 +171,7 @@ def _verdict(view: View, health: Health, source: str, age: float) -> Verdict:
 
 
 def _count(view: View, world: int, down: set[str]) -> Health:
-    """The figures, from what members that answer are known to hold."""
+    """Return the figures, counted from what the members that answer are known to hold."""
     live = {node: ranks for node, ranks in view.holdings.items() if node not in down}
     holders: dict[int, set[str]] = {}
     for node, ranks in live.items():
@@ -205,7 +208,7 @@ def _count(view: View, world: int, down: set[str]) -> Health:
     )
 
 
-# --- what is worth a line in the log
+# Changes that are worth a log line.
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,10 +221,10 @@ class Noted:
 
 
 def news(noted: Noted, peers: Mapping[str, Peer], verdict: Verdict | None) -> tuple[Noted, list[str], list[Change]]:
-    """One line for each change since `noted` of who answers; what has changed of the kept generation; and what has then
-    been said."""
+    """Compare with what was `noted`. Return what is noted now, one log line per change of a node, and the changes of
+    the kept generation."""
     away = {n: p for n, p in peers.items() if p.state in (PeerState.DOWN, PeerState.MISSED)}
-    # One whose state is not sure at the moment is what it was.
+    # A node whose state is uncertain at the moment keeps its last one.
     unsure = {n for n, p in peers.items() if p.state in (PeerState.UNREACHABLE, PeerState.UNKNOWN)}
     absent = frozenset(away) | (noted.absent & unsure)
     lines = [f"node {n} is lost: {away[n].problem or 'no answer'}" for n in sorted(absent - noted.absent)]
@@ -255,5 +258,5 @@ def _news_of(verdict: Verdict, health: Health, before: Safety | None) -> list[Ch
 
 
 def in_words(ranks: tuple[int, ...], count: int) -> str:
-    """Lists the first ranks, and says how many more there are."""
+    """List the first ranks, and say how many more there are."""
     return ", ".join(map(str, ranks)) + (f" and {count - len(ranks)} more" if count > len(ranks) else "")

@@ -1,4 +1,5 @@
-"""What agents say to each other. State, not commands: each message may be lost, repeated or late without harm."""
+"""Defines the messages between agents. They are state, not commands: each may be lost, repeated or late without
+harm."""
 
 from __future__ import annotations
 
@@ -12,14 +13,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """Nothing but a sign of life, and a question for news."""
+    """A sign of life that asks for news."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """To the coordinator: this shard lies on its own node and, verified, on `holders`.
+    """Tells the coordinator that this shard lies on its own node and, verified, on `holders`.
 
-    Fewer holders than before take an earlier report back.
+    A report with fewer holders takes the earlier one back.
     """
 
     shard: ShardId
@@ -29,20 +30,20 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """To the coordinator: a rank of the sender will never deliver its shard of this generation."""
+    """Tells the coordinator that a rank of the sender will never deliver its shard of this generation."""
 
     generation: Generation
 
 
 @dataclass(frozen=True, slots=True)
 class FlushOrder:
-    """From the node that orders, for as long as it holds: all nodes write this generation to persist_dir."""
+    """Orders all nodes to write this generation to persist_dir, for as long as the order is in force."""
 
     generation: Generation
-    attempt: int  # another one for every try; names the temporary directory
+    attempt: int  # different for every try; names the temporary directory
     reason: str
     down: tuple[str, ...]  # nodes whose shards others write
-    urgent: bool = False  # somebody waits for it: it does not step back behind the training
+    urgent: bool = False  # somebody waits for it: it does not yield to the training
 
     @property
     def token(self) -> str:
@@ -51,8 +52,10 @@ class FlushOrder:
 
 @dataclass(frozen=True, slots=True)
 class FlushFailure:
-    """How a flush failed. From a node whose part failed to the one that ordered; from that one to all, until one
-    succeeds."""
+    """Tells how a flush failed.
+
+    From a node whose part failed to the node that ordered; from that one to all, until a flush succeeds.
+    """
 
     generation: Generation
     attempt: int
@@ -61,8 +64,10 @@ class FlushFailure:
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """From the coordinator: the newest record of this launch, and generations that will never have one. The last two
-    also from the node that orders flushes where the coordinator does not answer."""
+    """Tells what the coordinator has decided: the newest record of this launch, and its void generations.
+
+    The fields on flushes also come from the node that orders them if the coordinator does not answer.
+    """
 
     record: Record | None
     voids: tuple[Generation, ...]
@@ -73,7 +78,7 @@ class Announce:
 
 @dataclass(frozen=True, slots=True)
 class WantPersisted:
-    """To the node that orders flushes: this generation is wanted in persist_dir."""
+    """Tells the node that orders flushes that this generation is wanted in persist_dir."""
 
     generation: Generation
     reason: str
@@ -82,14 +87,14 @@ class WantPersisted:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """To the owner of a shard: the sender's copy turned out bad and was set aside; push it again."""
+    """Asks the owner of a shard to push it again: the sender's copy turned out damaged and was set aside."""
 
     shard: ShardId
 
 
 @dataclass(frozen=True, slots=True)
 class WantBack:
-    """To a holder of a shard: the sender's own copy turned out bad; push it back."""
+    """Asks a holder of a shard to push it back: the sender's own copy turned out damaged."""
 
     shard: ShardId
     digest: bytes
@@ -97,7 +102,7 @@ class WantBack:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A copy that the healer asked for, and that its target would not take."""
+    """A copy that the healer ordered and that its target refused."""
 
     rank: int
     target: str  # node id
@@ -106,11 +111,11 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Holds:
-    """To the healer: what the sender has of the generation that must not be lost."""
+    """Tells the healer which shards the sender has of the generation that must not be lost."""
 
     generation: Generation
-    world: int  # 0 where the sender does not know it: it has no shard of it
-    committed: bool  # whether the sender has its record
+    world: int  # 0 if the sender does not know it: it has no shard of it
+    committed: bool  # the sender has its record
     ranks: tuple[int, ...]  # ascending
     sizes_bytes: tuple[int, ...]  # of these ranks' shards
     digests: tuple[bytes, ...]  # of these ranks' shards: copies have to agree
@@ -127,7 +132,7 @@ class CopyOrder:
     rank: int
     source: str  # node ids
     target: str
-    digest: bytes = b""  # of the content; empty where it is only told of
+    digest: bytes = b""  # of the content; empty in a summary
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,13 +145,13 @@ class Fatal:
 
 @dataclass(frozen=True, slots=True)
 class Survival:
-    """Which losses would be survived."""
+    """The losses of nodes that would be survived."""
 
-    any_nodes: int  # as many as this may be lost, whichever they are; -1: a shard is lost already
+    any_nodes: int  # any set of so many nodes may be lost; -1: a shard is lost already
     live: int  # nodes that are counted
-    fatal: tuple[Fatal, ...]  # the smallest sets of nodes that may not be lost together, or the first of them
+    fatal: tuple[Fatal, ...]  # the smallest sets of nodes that must not be lost together, or the first of them
     fatal_count: int
-    fatal_domains: tuple[str, ...]  # that may not be lost as a whole, or the first of them
+    fatal_domains: tuple[str, ...]  # domains of which not all nodes may be lost, or the first of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,22 +162,22 @@ class Health:
     world: int
     committed: bool
     wanted: int  # copies of every shard
-    copies: int  # of the shard that has the fewest
+    copies: int  # number of copies of the shard that has the fewest
     lost: tuple[int, ...]  # ranks whose shard nobody has, or the first of them
     lost_count: int
     at_risk: tuple[int, ...]  # ranks whose shard has fewer copies than wanted, or the first of them
     at_risk_count: int
-    left_copies: int  # to make
+    left_copies: int  # still to be made
     left_bytes: int
     running: tuple[CopyOrder, ...]  # or the first of them
-    missing: tuple[str, ...]  # members that are not heard of, or the first of them
+    missing: tuple[str, ...]  # members that do not answer, or the first of them
     survival: Survival
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """Every message: who speaks, in which launch, behind which line."""
+    """Wraps every message: its sender, the sender's launch and line."""
 
     sender: str  # node id
     launch: Launch
@@ -182,19 +187,19 @@ class Envelope:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """To every message: what the receiver knows, which may be newer than what the sender does."""
+    """Answers every message: what the receiver knows, which may be newer than what the sender does."""
 
-    launch: Launch | None  # the newest one the receiver has seen
+    launch: Launch | None  # the newest launch that the receiver has seen
     line: Line | None
     record: Record | None  # of the sender's launch
     voids: tuple[Generation, ...]
-    refused: str = ""  # why the message was not taken; "" = it was
+    refused: str = ""  # why the message was refused; "" = it was accepted
     flush: FlushOrder | None = None
     persisted: Generation | None = None
     failure: FlushFailure | None = None
     base: Generation | None = None  # what the sender's launch has loaded
     health: Health | None = None  # from the healer, to Holds
-    copies: tuple[CopyOrder, ...] = ()  # that the sender has to make or to expect, of what `health` speaks of
+    copies: tuple[CopyOrder, ...] = ()  # copies of the generation in `health` that the sender has to make or to expect
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,13 +212,13 @@ class PutOpen:
     shard: ShardId
     tag: int
     digest: bytes
-    size_bytes: int  # of the whole file
+    size_bytes: int  # of the complete file
     head_bytes: int  # of what comes before the data area
 
 
 @dataclass(frozen=True, slots=True)
 class PutReady:
-    """Go on from here: earlier bytes of the same shard were kept when a connection broke."""
+    """Accept a replica. A transfer that continues a broken one starts after the bytes that were kept."""
 
     next_head_offset: int
     next_chunk: int
@@ -229,29 +234,29 @@ class PutHave:
 @dataclass(frozen=True, slots=True)
 class PutRefused:
     reason: str
-    retry: bool  # whether asking again later may help
-    launch: Launch | None  # the newest one the receiver has seen
+    retry: bool  # a later try may succeed
+    launch: Launch | None  # the newest launch that the receiver has seen
     line: Line | None
 
 
 @dataclass(frozen=True, slots=True)
 class GetOpen:
-    """Asks for a shard, or parts of it."""
+    """Asks for a shard, or for parts of it."""
 
     sender: str
-    launch: Launch  # the sender's, not the shard's
+    launch: Launch  # the sender's launch, not the shard's
     line: Line | None
     shard: ShardId
     digest: bytes
     with_head: bool
-    ranges: tuple[ChunkRange, ...]  # ascending, apart from each other
+    ranges: tuple[ChunkRange, ...]  # ascending, not adjacent or overlapping
 
 
 @dataclass(frozen=True, slots=True)
 class GetInfo:
-    """What the shard is like that will follow."""
+    """Describes the shard that follows."""
 
-    size_bytes: int  # of the whole file
+    size_bytes: int  # of the complete file
     head_bytes: int  # of what comes before the data area
     chunk_bytes: int
     tag: int
@@ -259,9 +264,9 @@ class GetInfo:
 
 @dataclass(frozen=True, slots=True)
 class GetRefused:
-    """Nothing, or nothing more, is to be had."""
+    """Refuses a shard, or the rest of it."""
 
     reason: str
-    retry: bool  # whether asking again later may help
-    launch: Launch | None = None  # the newest one the holder has seen
+    retry: bool  # a later try may succeed
+    launch: Launch | None = None  # the newest launch that the holder has seen
     line: Line | None = None

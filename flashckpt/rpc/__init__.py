@@ -1,1 +1,1 @@
-"""gRPC edges of the agent: the only place that imports grpc, and where protobuf types stop."""
+"""Makes and serves the agent's gRPC calls. Protobuf types are used here and in the transports only."""

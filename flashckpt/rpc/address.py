@@ -1,4 +1,4 @@
-"""Which address of this node the other ones reach it by. Never a loopback one by accident."""
+"""Chooses the address by which other nodes reach this one. Never a loopback one by accident."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _SIOCGIFADDR, _SIOCGIFFLAGS = 0x8915, 0x8913
 _IFF_UP = 1
-_IFA_F_UNUSABLE = 0x48  # another machine has it too, or it is not known yet whether one does
+_IFA_F_UNUSABLE = 0x48  # another machine has it too, or the kernel does not know yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,8 @@ class Candidate:
 
 
 def advertised_address(configured: str | None, *, all_local: bool) -> str:
-    """The numeric host to tell other nodes; `all_local`: they are all on this machine, in this network namespace."""
+    """Return the numeric host to tell other nodes. `all_local`: they are all on this machine, in this network
+    namespace."""
     rendezvous = os.environ.get("MASTER_ADDR", "")
     host, _ = choose(
         local_candidates(),
@@ -49,8 +50,11 @@ def choose(
     towards_rendezvous: str | None,
     all_local: bool,
 ) -> tuple[str, str]:
-    """The host, and why that one. Pure: `resolved` is what the configured name resolves to, `towards_rendezvous`
-    the own address on the way to the rendezvous host."""
+    """Return the host and the reason for it. Pure.
+
+    `resolved` is what the configured name resolves to, `towards_rendezvous` the own address on the route to the
+    rendezvous host.
+    """
     if configured:
         named = [one.host for one in candidates if one.interface == configured]
         host = _best(named) if named else resolved
@@ -58,7 +62,7 @@ def choose(
             known = ", ".join(sorted({one.interface for one in candidates}))
             raise ConfigError(
                 f"advertise: expected a host, an address or an interface ({known}), found {configured!r}",
-                hint="set FLASHCKPT_ADVERTISE to what other nodes reach this one by",
+                hint="set FLASHCKPT_ADVERTISE to an address by which other nodes reach this one",
             )
         if ipaddress.ip_address(host).is_unspecified or ipaddress.ip_address(host).is_multicast:
             raise ConfigError(
@@ -74,13 +78,13 @@ def choose(
     if all_local:
         loopback = _best([one.host for one in candidates if is_loopback(one.host)])
         return loopback or "127.0.0.1", "all nodes are on this machine"
-    # A link-local one would need the name of the interface on the other machine.
+    # A link-local one would need the name of the other machine's interface.
     if towards_rendezvous and not is_loopback(towards_rendezvous) and "%" not in towards_rendezvous:
         return towards_rendezvous, "it reaches the rendezvous host"
     best = _best([one.host for one in candidates if not is_loopback(one.host)])
     if best is None:
         raise ConfigError(
-            "expected an address that other nodes reach this one by, found none but loopback",
+            "expected an address by which other nodes reach this one, found none but loopback",
             hint="set FLASHCKPT_ADVERTISE to a host, an address or an interface",
         )
     return best, "the first address that is not a loopback one"
@@ -91,7 +95,7 @@ def format_address(host: str, port: int) -> str:
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """host and port of what format_address() made. ConfigError for anything else."""
+    """Return host and port of what format_address() made. Raise ConfigError for anything else."""
     host, colon, port = text.rpartition(":")
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     bracketed = bare != host
@@ -111,25 +115,27 @@ def is_loopback(host: str) -> bool:
 
 
 def source_towards(host: str) -> str | None:
-    """This machine's address on the way to `host`; None where there is no way, or no such host. Sends nothing."""
+    """Return this machine's address on the route to `host`; None if there is no route or no such host. Sends
+    nothing."""
     for family, target in _lookup(host):
         try:
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect(target)
                 return str(probe.getsockname()[0])
         except OSError:
-            continue  # e.g. it has an IPv6 address too, and we have no way there
+            continue  # for example an IPv6 address to which there is no route
     return None
 
 
 def local_candidates() -> list[Candidate]:
-    """Addresses of the interfaces that are up, IPv4 first; those on the default route before e.g. container bridges."""
+    """Return the addresses of the interfaces that are up, IPv4 first; those on the default route before e.g. container
+    bridges."""
     outward = _default_interfaces()
     return sorted([*_ipv4(), *_ipv6()], key=lambda one: (":" in one.host, one.interface not in outward))
 
 
 def _best(hosts: Sequence[str]) -> str | None:
-    """The first of the best kind: IPv4 before IPv6, link-local and loopback ones last."""
+    """Return the first of the best kind: IPv4 before IPv6, link-local and loopback ones last."""
 
     def order(host: str) -> tuple[bool, bool, bool]:
         address = ipaddress.ip_address(host)
@@ -145,7 +151,7 @@ def _resolve(name: str) -> str | None:
 def _lookup(name: str) -> list[tuple[int, tuple[str, int]]]:
     try:
         found = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)
-    except (OSError, UnicodeError, ValueError):  # no such host; or a text that can't be the name of one
+    except (OSError, UnicodeError, ValueError):  # no such host, or a text that can't be a host's name
         return []
     return [(family, target) for family, _, _, _, target in found]  # type: ignore[misc]
 
@@ -158,7 +164,7 @@ def _ipv4() -> list[Candidate]:
                 flags = struct.unpack_from("H", _ask(probe, _SIOCGIFFLAGS, interface), 16)[0]
                 address = socket.inet_ntoa(_ask(probe, _SIOCGIFADDR, interface)[20:24])
             except OSError:
-                continue  # it has none, or has just gone
+                continue  # it has none, or has just lost it
             if flags & _IFF_UP:
                 found.append(Candidate(interface, address))
     return found
@@ -169,7 +175,8 @@ def _ask(probe: socket.socket, request: int, interface: str) -> bytes:
 
 
 def _ipv6() -> list[Candidate]:
-    """The kernel lists addresses of interfaces that are up. Link-local ones mean nothing on another machine."""
+    """Return the addresses that the kernel lists for interfaces that are up, without link-local ones: they have no
+    meaning on another machine."""
     found = []
     for digits, _, _, _, flags, interface in _table("/proc/net/if_inet6", columns=6):
         address = ipaddress.IPv6Address(bytes.fromhex(digits))
@@ -183,7 +190,7 @@ def _default_interfaces() -> set[str]:
     for row in _table("/proc/net/ipv6_route", columns=10):
         if row[0] == "0" * 32 and row[1] == "00":
             found.add(row[9])
-    return found - {"lo"}  # where the kernel keeps its "unreachable" for ::/0
+    return found - {"lo"}  # the kernel keeps its "unreachable" for ::/0 there
 
 
 def _table(path: str, columns: int) -> list[list[str]]:

@@ -1,4 +1,4 @@
-"""The agent of this node, as a trainer or an operator calls it."""
+"""Calls the agent of this node, for a trainer or an operator."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ if TYPE_CHECKING:
     from flashckpt.store.owner import Owner
     from flashckpt.types import Claimant, Generation, Launch, Retrieval, Session, ShardId
 
-# The status of a large job is long, and it comes from our own agent.
+# The status of a large job is long. It comes from our own agent, so the limit may be high.
 _MAX_RECEIVE_BYTES = 64 << 20
-# What an answer may take beyond the time that the agent was given for the work itself.
+# Seconds for the answer itself, beyond the time that the agent was given for the work.
 _GRACE = 5.0
 
 
 class AgentClient:
-    """The same calls as AgentApi, over the socket. Connects when first used, and again by itself.
+    """Makes the calls of AgentApi over the socket. Connects when first used, and again by itself.
 
-    Every call has a deadline and raises AgentError when the agent can't be reached or does not answer in time;
-    errors of the agent itself come back as what they are. May be used by several threads.
+    Every call has a deadline and raises AgentError if the agent can't be reached or does not answer in time; errors of
+    the agent itself are raised as they are. May be used by several threads.
     """
 
     def __init__(self, socket_path: str, *, timeout: float = 10.0, keepalive: Keepalive | None = None) -> None:
@@ -52,7 +52,7 @@ class AgentClient:
         self._watchdog = Watchdog(timeout)
         self._channel = grpc.insecure_channel(
             unix_target(socket_path),
-            # The default name is made of the path, which may have characters that no host name has.
+            # The default name is made of the path, which may contain characters that a host name must not have.
             options=[
                 *client_options(keepalive or Keepalive(), _MAX_RECEIVE_BYTES),
                 ("grpc.default_authority", "agent"),
@@ -119,7 +119,7 @@ class AgentClient:
         return convert.needed(response, "line", convert.from_line)
 
     def acquire(self, ticket: bytes, shard: ShardId, size_bytes: int, on_busy: str, timeout: float) -> int:
-        """Waits for the agent `timeout` and a little more: the agent knows better what was missing."""
+        """Wait a little longer than `timeout`: the agent's own error tells better what was missing."""
         data = self._call(
             "Acquire",
             ticket,
@@ -151,7 +151,7 @@ class AgentClient:
     def flush(
         self, generation: Generation | None = None, step: int | None = None, *, urgent: bool = False
     ) -> Generation:
-        """What is going to be flushed. NotFoundError where it is not in memory."""
+        """Return the generation that is going to be flushed. Raise NotFoundError if it is not in memory."""
         data = self._call(
             "Flush",
             b"",
@@ -166,8 +166,11 @@ class AgentClient:
         self._call("Void", ticket, lambda: agent_pb2.VoidRequest(generation=convert.to_generation(generation)))
 
     def watch(self, ticket: bytes) -> Iterator[WatchNews]:
-        """Without a deadline of its own: ends when the agent drains, raises AgentError when it is gone or hung
-        (keepalive finds that out), and when another thread closes the client."""
+        """Yield news, without a deadline.
+
+        Ends when the agent drains, raises AgentError when it is gone or hangs (keepalive finds that out), and when
+        another thread closes the client.
+        """
         for data in self._stream("Watch", ticket, agent_pb2.WatchRequest().SerializeToString()):
             yield convert.from_progress(convert.parse(agent_pb2.WatchResponse, data, "Watch's answer"))
 
@@ -176,8 +179,11 @@ class AgentClient:
         return convert_load.from_inventory(convert.parse(agent_pb2.InventoryResponse, data, "Inventory's answer"))
 
     def retrieve(self, ticket: bytes, retrievals: Sequence[Retrieval], timeout: float) -> Generator[RetrieveNews]:
-        """A generator. After Retrieved it waits without an end, and so must not be asked again: what was fetched in
-        part goes when it is closed. The agent keeps to `timeout`; AgentError where it does not answer at all."""
+        """Yield the progress of a retrieval.
+
+        After Retrieved the generator would wait without an end, so don't ask it for more: closing it removes what was
+        fetched in part. The agent keeps to `timeout`; AgentError if it does not answer at all.
+        """
         request = convert_load.to_retrieve(retrievals, timeout).SerializeToString()
         if len(request) > MAX_MESSAGE_BYTES:
             raise ConfigError(
@@ -206,11 +212,12 @@ class AgentClient:
         return status
 
     def stop(self, drain_timeout: float | None) -> None:
-        """Returns at once: the agent then drains for at most that long (None: as its own limits say), and ends."""
+        """Tell the agent to end. Returns at once: it drains for at most that long (None: as its own limits say)
+        first."""
         self._call("Stop", b"", lambda: agent_pb2.StopRequest(drain_timeout=drain_timeout))
 
     def close(self) -> None:
-        """Ends running calls, watches included. May be called twice."""
+        """End running calls, watches included. May be called twice."""
         self._channel.close()
         self._watchdog.close()
 
@@ -221,7 +228,8 @@ class AgentClient:
         self.close()
 
     def _stream(self, method: str, ticket: bytes, request: bytes, timeout: float = math.inf) -> Iterator[bytes]:
-        """`timeout`: for each time that an answer is waited for. Cancelled when it is closed."""
+        """Yield the answers of a call. `timeout` is for each answer. The call is cancelled when the generator is
+        closed."""
         started = time.monotonic()
         try:
             call = channels.call_for_stream(
@@ -229,7 +237,7 @@ class AgentClient:
             )
         except ValueError as error:  # what gRPC raises for a channel that was closed
             raise AgentError(f"agent at {self.socket_path}: {method} after close()") from error
-        # A watch has no deadline, and needs no thread to look at it.
+        # A watch has no deadline, and needs no watchdog.
         watched = Watched(call.cancel) if timeout == math.inf else self._watchdog.watch(call.cancel)
         try:
             watched.expect(timeout)

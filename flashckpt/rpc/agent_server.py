@@ -1,4 +1,4 @@
-"""The agent's service on its Unix socket."""
+"""Serves the agent's calls on its Unix socket."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-# A rank has a watch open and one call at a time beside it; each call has a thread, so that none waits for another.
+# A rank has one watch and one other call open at a time; each call has a thread, so that none waits for another.
 _CALLS = 256
-_STRAGGLERS_SECONDS = 10.0  # what close() gives to methods that gRPC can't cancel
-_PATH_BYTES = 107  # of an address of a Unix socket, without its closing zero
+_STRAGGLERS_SECONDS = 10.0  # that close() waits for methods that gRPC can't cancel
+_PATH_BYTES = 107  # of a Unix socket's address, without its closing zero
 
 
 class AgentServer:
@@ -75,7 +75,7 @@ class AgentServer:
         self._server.start()
 
     def close(self, grace: float = 0.0) -> None:
-        """Takes no new calls; running ones, watches included, have `grace` seconds. May be called twice."""
+        """Accept no new calls; running ones, watches included, have `grace` seconds. May be called twice."""
         self._server.stop(grace).wait(grace + _STRAGGLERS_SECONDS)
         self._pool.shutdown(wait=False)
 
@@ -91,8 +91,8 @@ class AgentServer:
                 f"agent socket {self.path}: expected a path of at most {_PATH_BYTES} bytes",
                 hint="name it through a descriptor of its directory: /proc/self/fd/N/agent.sock",
             )
-        # SAFETY: a chmod after the bind would leave a moment in which others can connect. The umask is the
-        # process's: other threads must not create files now, which is why this happens at the start.
+        # SAFETY: a chmod after the bind would leave a moment in which others can connect. The umask is the process's:
+        # other threads must not create files now, which is why this happens at the start.
         before = os.umask(0o177)
         try:
             bound = self._server.add_insecure_port(unix_target(self.path))
@@ -243,7 +243,7 @@ class AgentServer:
 
 
 def _while_there(call: Call, news: Iterator[_T | None]) -> Iterator[_T]:
-    """What is new (None: nothing is), until there is no more or the caller has left."""
+    """Yield the news (None: nothing is new), until there is no more or the caller has left."""
     left = threading.Event()
     if not call.context.add_callback(left.set):
         return
@@ -254,6 +254,6 @@ def _while_there(call: Call, news: Iterator[_T | None]) -> Iterator[_T]:
             if one is not None:
                 yield one
     finally:
-        close = getattr(news, "close", None)  # a generator's own clean-up, now and not when it is collected
+        close = getattr(news, "close", None)  # a generator's own clean-up, at once and not when it is collected
         if close is not None:
             close()

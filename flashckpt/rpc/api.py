@@ -1,4 +1,4 @@
-"""What the servers call and the clients offer: plain Python, so that neither side sees gRPC or protobuf."""
+"""Defines what the servers call and the clients offer: plain Python, so that neither side sees gRPC or protobuf."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """What a trainer gets for its hello."""
+    """What a trainer is given for its hello: the proof that its process may have slots."""
 
     ticket: bytes
     agent_pid: int
@@ -57,8 +57,8 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class GenerationProgress:
-    """A generation got somewhere, or never will (level NONE, with the reason); or its flush failed, and is tried
-    again."""
+    """A level that a generation has reached or never will (level NONE, with the reason); or a failed flush that is
+    tried again."""
 
     generation: Generation
     level: Level
@@ -68,7 +68,7 @@ class GenerationProgress:
 
 @dataclass(frozen=True, slots=True)
 class Overtaken:
-    """A newer launch has taken the job over from the trainer's: none of its saves will count any more."""
+    """Tells that a newer launch has taken over the job: none of the trainer's saves will count any more."""
 
     launch: Launch  # the newer one
     reason: str
@@ -85,14 +85,15 @@ class RetrieveProgress:
 
 @dataclass(frozen=True, slots=True)
 class Retrieved:
-    """All is here: "" = sealed, else the name of the file that it was fetched into in part."""
+    """Tells that the retrieval is complete. For each shard "" = sealed, else the name of the file with its fetched
+    parts."""
 
     places: tuple[tuple[ShardId, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ShardProblem:
-    """Why a part of a shard can't be had: (node, reason) of each source; node "" where the reason is this node's."""
+    """Why a part of a shard can't be fetched: (node, reason) per source; node "" for a reason of this node."""
 
     shard: ShardId
     reasons: tuple[tuple[str, str], ...]
@@ -108,7 +109,7 @@ RetrieveNews = RetrieveProgress | Retrieved | RetrieveFailed
 
 @dataclass(frozen=True, slots=True)
 class TrainerState:
-    """A rank whose process an agent knows."""
+    """A rank whose process an agent knows, live or ended."""
 
     rank: int
     lives: bool
@@ -116,13 +117,13 @@ class TrainerState:
 
 
 class AgentApi(Protocol):
-    """A node's agent as its trainers and its operator see it. Every call comes from a thread of its own.
+    """The calls that a node's agent offers to its trainers and its operator. Each call has a thread of its own.
 
-    A ticket has been checked before the call that carries it; what was checked may have ended meanwhile.
+    A ticket has been checked before the call that brings it; its lease may have ended since.
     """
 
     def lease_of(self, ticket: bytes) -> Lease | None:
-        """The live lease with this ticket. None: there is none, or it has ended."""
+        """Return the live lease with this ticket; None if there is none, or it has ended."""
 
     def hello(
         self,
@@ -134,64 +135,73 @@ class AgentApi(Protocol):
         claimed_at: float = 0.0,
         acts_for: str = "",
     ) -> Lease:
-        """`launch`: what the trainer began, at `claimed_at`, with an agent that was here before. `acts_for`: the
-        identity of the trainer that this process acts for, where it is not one itself."""
+        """Give the trainer a lease.
+
+        `launch`: what the trainer began, at `claimed_at`, with an earlier agent of this node. `acts_for`: the identity
+        of the trainer that this process acts for, if it is not one itself.
+        """
 
     def listen(self, credentials: Bundle, advertise: str | None, port: int) -> str:
-        """host:port for other nodes; starts the server for them if it does not run yet."""
+        """Return host:port for other nodes; start the server for them if it does not run yet."""
 
     def claimants(self, ticket: bytes) -> tuple[Claimant, ...]:
-        """The live trainers of the launch that the agent works for, unless a newer one has overtaken it."""
+        """Return the live trainers of the launch that the agent works for, unless a newer one has overtaken it."""
 
     def begin(self, ticket: bytes, session: Session, credentials: Bundle | None) -> None: ...
 
     def put_line(self, ticket: bytes, line: Line, base: Generation | None) -> Line:
-        """The line in force."""
+        """Return the line in force."""
 
     def acquire(self, ticket: bytes, shard: ShardId, size_bytes: int, on_busy: str, timeout: float) -> int:
-        """The id of a slot that now belongs to the lease's process."""
+        """Return the id of a slot that now belongs to the lease's process."""
 
     def prepare(self, ticket: bytes, size_bytes: int, count: int, timeout: float) -> None: ...
 
     def sealed(self, ticket: bytes, shard: ShardId, tag: int, slot_id: int) -> None: ...
 
     def flush(self, generation: Generation | None, step: int | None, urgent: bool) -> Generation:
-        """What is going to be flushed: the one that is named, that of the step, or the newest committed one. `urgent`:
-        somebody waits for it."""
+        """Return the generation that is going to be flushed: the one that is named, that of the step, or the newest
+        committed one.
+
+        `urgent`: somebody waits for it.
+        """
 
     def void(self, ticket: bytes, generation: Generation) -> None: ...
 
     def watch(self, ticket: bytes) -> Iterator[WatchNews | None]:
-        """Ends when the agent drains or the lease does.
+        """Yield news until the agent drains or the lease ends.
 
-        None says that nothing is new: yielded about once a second, so that a caller who left is noticed.
+        None says that nothing is new: yielded about once per second, so that a caller who left is noticed.
         """
 
     def inventory(self, ticket: bytes) -> NodeInventory: ...
 
     def retrieve(self, ticket: bytes, retrievals: Sequence[Retrieval], timeout: float) -> Iterator[RetrieveNews | None]:
-        """Progress, then Retrieved or RetrieveFailed. After Retrieved it goes on until it is closed, and what was
-        fetched in part goes with it. None says that nothing is new, so that a caller who left is noticed."""
+        """Yield progress, then Retrieved or RetrieveFailed.
+
+        After Retrieved the call continues until it is closed, which removes what was fetched in part. None says that
+        nothing is new, so that a caller who left is noticed.
+        """
 
     def trainers(self, ticket: bytes) -> tuple[TrainerState, ...]:
-        """Ranks of the launch, on all nodes that answer at once; those that no node knows are left out."""
+        """Return the ranks of the launch, on all nodes that answer at once; ranks that no node knows are left out."""
 
     def bye(self, ticket: bytes) -> None: ...
 
     def status(self) -> dict[str, Any]:
-        """Only what JSON can hold."""
+        """Return the status, as values that JSON can hold."""
 
     def stop(self, drain_timeout: float | None) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """How two agents make sure that they belong together."""
+    """What two agents tell each other first, to make sure that they belong to the same job."""
 
     version: int
     job: str
     node_id: str
-    address: str  # "" where the speaker can't be reached
-    launch: Launch | None  # the newest one the speaker has seen
+    address: str  # "" if the sender can't be reached
+    launch: Launch | None  # the newest launch that the sender has seen
     line: Line | None
-    trainers: tuple[TrainerState, ...] = ()  # of the speaker's node
+    trainers: tuple[TrainerState, ...] = ()  # of the sender's node

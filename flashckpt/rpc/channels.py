@@ -1,4 +1,4 @@
-"""Calls of raw bytes: what they mean is decided in convert.py, not by gRPC's deserializers, whose errors it logs."""
+"""Makes calls of raw bytes. convert.py decodes them, not gRPC's deserializers, which log their errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every field that arrives is checked with. What does not fit is an IncompatibleError that names the field."""
+"""Checks fields that arrive. One that does not fit is an IncompatibleError that names the field."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ def positive(value: int, what: str) -> int:
 
 
 def seconds(value: float, what: str) -> float:
-    if not 0 <= value <= _MAX_SECONDS:  # false for NaN, too
+    if not 0 <= value <= _MAX_SECONDS:  # also refuses NaN
         raise refused(what, f"0 to {_MAX_SECONDS:g} seconds", value)
     return value
 
 
 def needed(message: Message, field: str, convert: Callable[[_T], _P]) -> _P:
-    """A part that must be there."""
+    """Convert a part that must be there."""
     if not message.HasField(field):
         raise refused(field, "one", "none")
     return convert(getattr(message, field))
 
 
 def optional(message: Message, field: str, convert: Callable[[_T], _P]) -> _P | None:
-    """A part whose absence says something."""
+    """Convert a part whose absence has a meaning."""
     return convert(getattr(message, field)) if message.HasField(field) else None
 
 
@@ -69,8 +69,11 @@ def bounded(items: _S, what: str, most: int) -> _S:
 
 
 def address(value: str) -> str:
-    """Of a node, or "". IMPORTANT: it is what we connect to, and gRPC takes far more for a target: names to resolve,
-    sockets of this machine, control planes."""
+    """Check a node's address, or "".
+
+    IMPORTANT: it is what we connect to, and gRPC accepts far more as a target: names to resolve, sockets of this
+    machine, control planes.
+    """
     if not value:
         return value
     text(value, "address", MAX_NAME_BYTES)
@@ -82,7 +85,7 @@ def address(value: str) -> str:
 
 
 def line(value: str, what: str) -> str:
-    """Text of another node that ends up in a log, where it must not look like two entries."""
+    """Make text of another node fit into a log, where it must not look like two entries."""
     return printable(text(value, what, MAX_TEXT_BYTES)).replace("\n", "\\n")
 
 

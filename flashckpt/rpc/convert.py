@@ -1,7 +1,7 @@
-"""Protobuf messages ↔ the project's types. What arrives is checked here; protobuf types go no further.
+"""Converts between protobuf messages and the project's types. Checks what arrives; protobuf types are used no further.
 
-Encoding takes values of our own. Decoding takes anybody's: every length, range and presence that the protos speak
-of is checked, and what does not fit is an IncompatibleError that names the field.
+Encoding takes our own values. Decoding takes anybody's: every length, range and presence that the protos name is
+checked, and what does not fit is an IncompatibleError that names the field.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ if TYPE_CHECKING:
 
 _MAX_PEM_BYTES = 64 << 10
 _MAX_MEMBERS = 1 << 16
-# What a list of a message is looked through for is done under the agent's lock: no longer than an honest one.
+# A message's lists are searched under the agent's lock: this is as long as an honest list gets.
 _MAX_HOLDERS = 1 << 10
 _MAX_VOIDS = 1 << 10
 _MAX_HELD = 1 << 16
 _MAX_TRAINERS = 1 << 16
 _MAX_COPIES = 1 << 8
-_MAX_SHOWN = 1 << 7  # of the lists in a summary for people
+_MAX_SHOWN = 1 << 7  # entries of a list in a summary for people
 _MAX_TICKET_BYTES = 64
 
 
@@ -92,7 +92,7 @@ def parse(cls: _Parser[_M], data: bytes, what: str) -> _M:
 # --- ids
 
 
-@functools.lru_cache(maxsize=16)  # every message carries the same one
+@functools.lru_cache(maxsize=16)  # every message has the same one
 def to_line(line: Line) -> common_pb2.Line:
     listed = [_to_ancestor(one) for one in line.listed]
     floor = maybe(line.floor, _to_ancestor)
@@ -105,7 +105,7 @@ def from_line(message: common_pb2.Line) -> Line:
 
 @functools.lru_cache(maxsize=64)
 def _decode_line(data: bytes) -> Line:
-    """IncompatibleError where it is no line: launches out of order, or not older than the head."""
+    """Decode a line. Raise IncompatibleError if it is none: launches out of order, or not older than the head."""
     message = common_pb2.Line.FromString(data)
     head = needed(message, "head", from_launch)
     listed = tuple(map(_from_ancestor, _bounded(list(message.listed), "listed", MAX_LISTED)))
@@ -294,7 +294,7 @@ def to_hello(hello: Hello, receiver: str) -> peer_pb2.PeerHello:
 
 
 def from_hello(message: peer_pb2.PeerHello) -> tuple[Hello, str]:
-    """And the node that is meant."""
+    """Return the hello, and the node that is meant."""
     hello = Hello(
         message.version,
         name(message.job, "job"),
@@ -346,7 +346,7 @@ def to_envelope(envelope: wire.Envelope, receiver: str) -> peer_pb2.TellRequest:
 
 
 def from_envelope(message: peer_pb2.TellRequest) -> tuple[wire.Envelope, str]:
-    """And the node that is meant."""
+    """Return the envelope, and the node that is meant."""
     envelope = wire.Envelope(
         name(message.sender, "sender"),
         needed(message, "launch", from_launch),
@@ -586,7 +586,7 @@ def to_opening(opening: wire.PutOpen, receiver: str, lanes: int = 0) -> peer_pb2
 
 
 def from_opening(message: peer_pb2.PutOpen) -> tuple[wire.PutOpen, str]:
-    """And the node that is meant."""
+    """Return the opening, and the node that is meant."""
     size_bytes = positive(message.size_bytes, "size_bytes")
     head_bytes = positive(message.head_bytes, "head_bytes")
     if head_bytes > size_bytes:

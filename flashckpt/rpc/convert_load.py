@@ -1,6 +1,6 @@
-"""Protobuf messages ↔ the project's types, for what a load asks: inventories, retrievals, reads of other nodes' shards.
+"""Converts the messages of a load: inventories, retrievals, reads of other nodes' shards.
 
-As in convert.py: what arrives is checked here, and protobuf types go no further.
+As in convert.py: what arrives is checked here, and protobuf types are used no further.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from flashckpt.rpc.api import RetrieveNews
     from flashckpt.types import ShardId
 
-# Of one Get. A reader with more asks again: the holder goes through them before it answers.
+# Per Get. A reader with more asks again: the holder checks all of them before it answers.
 MAX_GET_RANGES = 4096
 _MAX_RANGES = 1 << 20
 _MAX_PORTIONS = 1 << 12
 _MAX_SOURCES = 1 << 10
 _MAX_RETRIEVALS = 1 << 16
 _MAX_LINES = 4096
-_MAX_PROBLEMS = 64  # that are told; each has a line for each source
+_MAX_PROBLEMS = 64  # problems that are told; each has a line per source
 _MAX_REASON_BYTES = 1024
 _MAX_TAG = (1 << 32) - 1
 
@@ -52,7 +52,7 @@ def to_get(get: wire.GetOpen, receiver: str, lanes: int = 0) -> peer_pb2.GetRequ
 
 
 def from_get(message: peer_pb2.GetRequest) -> tuple[wire.GetOpen, str]:
-    """And the node that is meant."""
+    """Return the request, and the node that is meant."""
     get = wire.GetOpen(
         checks.name(message.sender, "sender"),
         checks.needed(message, "launch", convert.from_launch),
@@ -230,7 +230,7 @@ def from_news(message: agent_pb2.RetrieveResponse) -> RetrieveNews:
 
 def _from_fetched(message: agent_pb2.Fetched) -> tuple[ShardId, str]:
     shard = checks.needed(message, "shard", convert.from_shard)
-    # It becomes a file's name.
+    # The name becomes a file's name.
     if message.name and parse_fetched_name(message.name) is None:
         raise checks.refused("name", "one of a fetched file, or none", message.name)
     return shard, message.name
@@ -257,7 +257,11 @@ def _to_range(one: ChunkRange) -> common_pb2.ChunkRange:
 
 
 def _ranges(messages: Iterable[common_pb2.ChunkRange]) -> tuple[ChunkRange, ...]:
-    """IMPORTANT: apart from each other and ascending. A reader must not have a chunk read a thousand times."""
+    """Convert ranges.
+
+    IMPORTANT: they have to be ascending and must not overlap: otherwise a reader could have a chunk read a thousand
+    times.
+    """
     ranges: list[ChunkRange] = []
     end = 0
     for message in messages:

@@ -1,10 +1,10 @@
-"""Who a node is, proved by a certificate: a small authority for each launch, or the operator's own.
+"""Proves by a certificate which node one is: with a small authority per launch, or the operator's own.
 
-A node's private key is made on the node and never leaves it. Rank 0 makes an authority in memory, signs one
-certificate a node, and forgets it. Certificates name job and node in a URI, `flashckpt://<job>/<node>`, which a server
-checks, and once more as a DNS name, a hash of the two: TLS itself then makes sure that a client talks to the node
-it means, at whatever address. They live long: what ends a launch is its line, not a date.
-cryptography is imported inside functions: it takes 0.1 s and 10 to 13 MB, which a job on one node need not spend.
+A node's private key is made on the node and never leaves it. Rank 0 makes an authority in memory, signs one certificate
+per node, and forgets it. Certificates name job and node in a URI, `flashckpt://<job>/<node>`, which a server checks,
+and once more as a DNS name, a hash of the two: with it TLS itself makes sure that a client talks to the intended node,
+at whatever address. They are valid for long: a launch is ended by a newer line, not by a date. cryptography is imported
+inside functions: it takes 0.1 s and 10 to 13 MB, which a job on one node need not spend.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 DNS_NAME = "agent.flashckpt"
 _SCHEME = "flashckpt://"
 _LIFETIME = timedelta(days=366)
-_SKEW = timedelta(days=1)  # clocks of nodes that differ by so much still accept each other
+_SKEW = timedelta(days=1)  # nodes whose clocks differ by so much still accept each other
 _MAX_FILE_BYTES = 1 << 20
-_MAX_NAME_BYTES = 256  # of a job or a node id
+_MAX_NAME_BYTES = 256  # of a job's name or a node id
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a certificate says."""
+    """The job and the node that a certificate names."""
 
     job: str
     node_id: str
@@ -44,13 +44,13 @@ class Identity:
 
     @property
     def dns_name(self) -> str:
-        """What TLS compares: a URI can't be, and a node id need not be a host's name."""
+        """The name that TLS compares: it can't compare a URI, and a node id need not be a host's name."""
         return f"node-{hashlib.sha256(self.uri.encode()).hexdigest()[:40]}.{DNS_NAME}"
 
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """What a node proves its identity with, all PEM."""
+    """A node's key and certificates, all PEM."""
 
     certificate_pem: bytes
     key_pem: bytes
@@ -60,12 +60,12 @@ class Bundle:
         return "Bundle(certificate_pem=…, key_pem=***, ca_pem=…)"
 
     def __reduce__(self) -> NoReturn:
-        # Whatever pickles or copies whole objects (a queue, a crash dump) must not carry the key along.
+        # Code that pickles or copies complete objects (a queue, a crash dump) must not copy the key.
         raise InternalError("a bundle of credentials can't be pickled: its key stays in this process")
 
 
 def make_request(job: str, node_id: str) -> tuple[bytes, bytes]:
-    """A new private key and a request for a certificate of it, both PEM; only the request may travel."""
+    """Make a private key and a request for its certificate, both PEM; only the request may be sent."""
     for what, name in (("job", job), ("node id", node_id)):
         if not _is_name(name):
             raise ConfigError(f"{what}: expected 1 to {_MAX_NAME_BYTES} bytes of UTF-8, found {name!r}")
@@ -109,7 +109,8 @@ class Authority:
         return _pem(self._certificate)
 
     def sign(self, request_pem: bytes, job: str, node_id: str, lifetime: timedelta = _LIFETIME) -> bytes:
-        """A certificate, PEM. DeniedError where the request is broken, or is for another job or node than expected."""
+        """Return a certificate, PEM. Raise DeniedError if the request is broken, or is for another job or node than
+        expected."""
         from cryptography import x509
         from cryptography.hazmat.primitives.asymmetric import ec
         from cryptography.x509.oid import ExtendedKeyUsageOID
@@ -144,7 +145,7 @@ class Authority:
         builder = builder.add_extension(_usage(signs_certificates=False), critical=True)
         purposes = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
         builder = builder.add_extension(purposes, critical=False)
-        # Strict verifiers (OpenSSL's, Python's default from 3.13 on) want to see whose key signed.
+        # Strict verifiers (OpenSSL's, Python's default from 3.13 on) require the id of the key that signed.
         signer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
         builder = builder.add_extension(signer, critical=False)
         builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
@@ -152,7 +153,7 @@ class Authority:
 
 
 def identity(certificate: bytes) -> Identity:
-    """Whose certificate, PEM or DER, it is. DeniedError where it names no job and node, or several."""
+    """Return whose certificate, PEM or DER, it is. Raise DeniedError if it names no job and node, or several."""
     from cryptography import x509
 
     load = x509.load_pem_x509_certificate if b"-----BEGIN" in certificate else x509.load_der_x509_certificate
@@ -164,19 +165,20 @@ def identity(certificate: bytes) -> Identity:
 
 
 def check_peer(certificate: bytes, job: str) -> str:
-    """The node id in a peer's certificate, whose chain TLS has verified. DeniedError where it is another job's."""
+    """Return the node id in a peer's certificate, whose chain TLS has verified. Raise DeniedError if it is another
+    job's."""
     found = identity(certificate)
     if found.job != job:
         raise DeniedError(
             f"certificate of node {found.node_id!r}: expected job {job!r}, found {found.job!r}",
-            hint="an agent of another job reached this one: look at addresses and ports",
+            hint="an agent of another job reached this one: check addresses and ports",
             job=found.job,
         )
     return found.node_id
 
 
 def load_operator_bundle(certificate_path: str, key_path: str, ca_path: str) -> Bundle:
-    """Reads and checks certificates that the operator brings. ConfigError says which file is wrong, and how."""
+    """Read and check the certificates that the operator brings. ConfigError says which file is wrong, and how."""
     from cryptography import x509
     from cryptography.hazmat.primitives import serialization
 
@@ -194,11 +196,11 @@ def load_operator_bundle(certificate_path: str, key_path: str, ca_path: str) -> 
         authorities = x509.load_pem_x509_certificates(bundle.ca_pem)
     except _unreadable() as error:
         raise ConfigError(f"{ca_path}: expected certificates in PEM, found: {error}") from error
-    no_key: tuple[type[Exception], ...] = (*_unreadable(), TypeError)  # the latter where it wants a password
+    no_key: tuple[type[Exception], ...] = (*_unreadable(), TypeError)  # the latter if it needs a password
     try:
         key = serialization.load_pem_private_key(bundle.key_pem, None)
     except no_key as error:
-        # Not the library's words: they may quote what was read.
+        # Not the library's message: it may quote what was read.
         raise ConfigError(f"{key_path}: expected a private key in PEM without a password, found none") from error
     if _public(key.public_key()) != public_key:
         raise ConfigError(f"{key_path}: expected the key of {certificate_path}, found another one")
@@ -207,7 +209,7 @@ def load_operator_bundle(certificate_path: str, key_path: str, ca_path: str) -> 
             raise ConfigError(
                 f"{path}: expected a certificate that is valid now, found one from "
                 f"{one.not_valid_before_utc} to {one.not_valid_after_utc}",
-                hint="renew it, and look at this machine's clock",
+                hint="renew it, and check this machine's clock",
             )
     try:
         identity(bundle.certificate_pem)
@@ -218,7 +220,7 @@ def load_operator_bundle(certificate_path: str, key_path: str, ca_path: str) -> 
 
 
 def _check_purposes(certificate: x509.Certificate, path: str) -> None:
-    """Says at the start what would otherwise be a handshake that fails without a reason."""
+    """Refuse at the start a certificate with which handshakes would fail without a reason."""
     from cryptography import x509
     from cryptography.x509.oid import ExtendedKeyUsageOID
 
@@ -229,7 +231,7 @@ def _check_purposes(certificate: x509.Certificate, path: str) -> None:
     try:
         purposes = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
     except x509.ExtensionNotFound:
-        return  # any purpose
+        return  # valid for any purpose
     if not {ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH} <= set(purposes):
         raise ConfigError(
             f"{path}: expected a certificate for servers and clients, found one for {[one._name for one in purposes]}",
@@ -250,7 +252,7 @@ def _identity_in(names: x509.SubjectAlternativeName, where: str) -> Identity:
     parts = uris[0][len(_SCHEME) :].split("/") if len(uris) == 1 else []
     if len(parts) == 2:
         found = Identity(unquote(parts[0]), unquote(parts[1]))
-        # Only the one spelling: two names must never mean the same node.
+        # Only one spelling is accepted: two names must never mean the same node.
         if _is_name(found.job) and _is_name(found.node_id) and found.uri == uris[0]:
             return found
     shown = [uri[:200] for uri in uris[:4]]
@@ -260,12 +262,12 @@ def _identity_in(names: x509.SubjectAlternativeName, where: str) -> Identity:
 def _is_name(name: str) -> bool:
     try:
         return 1 <= len(name.encode()) <= _MAX_NAME_BYTES
-    except UnicodeEncodeError:  # half a surrogate pair, as undecodable environment variables have them
+    except UnicodeEncodeError:  # half a surrogate pair, as in undecodable environment variables
         return False
 
 
 def _unreadable() -> tuple[type[Exception], ...]:
-    """What cryptography raises, without a common base, for bytes that it can't or won't understand."""
+    """Return the exceptions that cryptography raises, without a common base, for bytes that it can't read."""
     from cryptography import exceptions, x509
 
     return (
@@ -281,7 +283,7 @@ def _unreadable() -> tuple[type[Exception], ...]:
 
 def _read(path: str, what: str, *, secret: bool = False) -> bytes:
     try:
-        # Without O_NONBLOCK the open of a pipe would wait for a writer.
+        # Without O_NONBLOCK opening a pipe would wait for a writer.
         with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode) or found.st_size > _MAX_FILE_BYTES:

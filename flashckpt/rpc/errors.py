@@ -1,4 +1,4 @@
-"""Errors on their way through gRPC: a typed detail in the trailing metadata, the same class at the other end."""
+"""Sends errors through gRPC: a typed detail in the trailing metadata becomes the same class at the other end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 DETAIL_KEY = "flashckpt-error-bin"
 
-# Together they stay below the 8 KiB that metadata may have, also when the transport encodes them as text.
+# Together they stay below metadata's limit of 8 KiB, even if the transport encodes them as text.
 _MAX_MESSAGE_BYTES = 2048
 _MAX_HINT_BYTES = 512
 _MAX_FIELDS = 16
@@ -44,7 +44,8 @@ _STATUS = {
 
 def _tree(cls: type[FlashError]) -> Iterator[type[FlashError]]:
     for child in cls.__subclasses__():
-        # Classes of other modules are internal to them; their code is their public base's or unknown.
+        # Classes of other modules are internal to them: they are sent with the code of their public base, or as
+        # unknown.
         if child.__module__ == errors.__name__:
             yield child
             yield from _tree(child)
@@ -71,7 +72,8 @@ def encode_error(error: FlashError) -> bytes:
 
 
 def decode_error(data: bytes, unknown: type[FlashError]) -> FlashError | None:
-    """None where it is no detail. The bytes may be anybody's: nothing in them is trusted to be printable."""
+    """Decode a detail. None if the bytes are none. They may be anybody's: nothing in them is trusted to be
+    printable."""
     if len(data) > _MAX_DETAIL_BYTES:
         return None
     try:
@@ -96,10 +98,10 @@ def decode_error(data: bytes, unknown: type[FlashError]) -> FlashError | None:
 
 
 def abort(context: grpc.ServicerContext, error: FlashError) -> NoReturn:
-    """Ends a call on the server's side; the caller gets the same error."""
+    """End a call on the server's side; the caller gets the same error."""
     context.set_trailing_metadata(((DETAIL_KEY, encode_error(error)),))
     code = next((_STATUS[cls] for cls in type(error).__mro__ if cls in _STATUS), grpc.StatusCode.INTERNAL)
-    # The text of the status is for those who debug with other tools; the detail says everything.
+    # The text of the status is for people who debug with other tools; the detail has everything.
     context.abort(code, error.code)
     raise InternalError("expected that abort() does not return")
 
@@ -111,8 +113,8 @@ def from_call(
     unreachable: type[FlashError],
     **fields: Any,
 ) -> FlashError:
-    """What a failed call means to its caller. `where` names the call and the other end."""
-    # What a call raises is also the call itself; the stubs do not say so.
+    """Return the error that a failed call means for its caller. `where` names the call and the other end."""
+    # The exception is also the call itself, which the stubs do not declare.
     call: Any = error
     for key, value in call.trailing_metadata() or ():
         if key == DETAIL_KEY and isinstance(value, bytes):
@@ -124,8 +126,8 @@ def from_call(
         return unreachable(f"{where}: expected an answer in time, found none: hung, stopped or overloaded", **fields)
     if code in (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED) or _is_about_certificates(text):
         return DeniedError(
-            f"{where}: expected to be let in and to find a node of this job, found {text!r}",
-            hint="both ends need certificates of one launch that have not expired; look at the clocks of the nodes",
+            f"{where}: expected to be accepted by a node of this job, found {text!r}",
+            hint="both ends need certificates of one launch that have not expired; check the clocks of the nodes",
             **fields,
         )
     if code is grpc.StatusCode.UNAVAILABLE:
@@ -141,5 +143,5 @@ def _is_about_certificates(text: str) -> bool:
 
 
 def _frozen(value: Any) -> Any:
-    # JSON has no tuples, and fields of errors are not for changing.
+    # JSON has no tuples, and fields of errors must not be changed.
     return tuple(_frozen(item) for item in value) if isinstance(value, list) else value

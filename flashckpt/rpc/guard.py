@@ -1,4 +1,4 @@
-"""Stands before every method of both servers: who calls, may it, and what becomes of an exception."""
+"""Checks every call of both servers before its method runs: its caller, the caller's role, and what it raises."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-# Who may call what. A method without a row may be called by nobody.
+# Which role may call which method. A method without a row may be called by nobody.
 
 
 class Role(enum.Enum):
@@ -31,7 +31,7 @@ _LOCAL = frozenset({Role.OPERATOR, Role.TRAINER})
 _LEASED = frozenset({Role.TRAINER})
 _REMOTE = frozenset({Role.MEMBER})
 
-# Nobody deletes through a call, and other nodes reach nothing but the four calls of their own service.
+# No call deletes anything, and other nodes have only the four calls of their own service.
 ROLES: dict[str, frozenset[Role]] = {
     "/flashckpt.v1.Agent/Hello": _LOCAL,
     "/flashckpt.v1.Agent/Listen": _LEASED,
@@ -65,19 +65,19 @@ def may_call(role: Role, method: str) -> bool:
 class Caller:
     role: Role
     node_id: str = ""  # of a member
-    ticket: bytes = b""  # of a trainer
+    ticket: bytes = b""  # the trainer's
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a method gets instead of gRPC's context: without the guard it would not have a caller to work for."""
+    """What a method is given instead of gRPC's context. Without the guard there is no caller in it."""
 
     context: grpc.ServicerContext
     caller: Caller
 
 
 class Guard(grpc.ServerInterceptor):
-    """Default deny: a method that ROLES has no row for is refused, whatever the server knows of it."""
+    """Denies by default: a method without a row in ROLES is refused, even if the server has it."""
 
     def __init__(self, authenticate: Callable[[grpc.ServicerContext], Caller]) -> None:
         self._authenticate = authenticate
@@ -92,7 +92,7 @@ class Guard(grpc.ServerInterceptor):
             return grpc.unary_unary_rpc_method_handler(_refuse_unknown)
         handler = continuation(handler_call_details)
         if handler is None:
-            return None  # the other server's method: UNIMPLEMENTED
+            return None  # a method of the other server: UNIMPLEMENTED
         if handler.response_streaming:
             behaviour = handler.stream_stream if handler.request_streaming else handler.unary_stream
             make = (
@@ -137,7 +137,7 @@ class Guard(grpc.ServerInterceptor):
 def _typed(method: str, error: Exception) -> FlashError:
     if isinstance(error, FlashError):
         return error
-    _log.error("%s failed", method, exc_info=error)
+    _log.error("%s failed unexpectedly; the caller gets an InternalError", method, exc_info=error)
     return InternalError(f"{method}: {type(error).__name__}: {error}")
 
 

@@ -15,7 +15,8 @@ _MAX_INTERVAL = 1.0
 
 
 class Watched:
-    """One stream. Its own thread says when a wait begins and ends; no lock, each is a single assignment."""
+    """One stream. Its own thread sets when a wait begins and ends; without a lock, since each is a single
+    assignment."""
 
     __slots__ = ("_cancel", "_due", "stalled")
 
@@ -25,11 +26,11 @@ class Watched:
         self.stalled = False
 
     def expect(self, timeout: float) -> None:
-        """The other end has this long, from now."""
+        """Start a wait: the other end has this long, from now."""
         self._due = time.monotonic() + timeout
 
     def relax(self) -> None:
-        """Nothing is awaited: whatever takes time now is ours."""
+        """End the wait: the time that follows is ours."""
         self._due = float("inf")
 
     def cancel_if_due(self, now: float) -> None:
@@ -58,7 +59,7 @@ class Watchdog:
             self._watched.add(watched)
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="flashckpt-watchdog", daemon=True)
-                thread.start()  # before it is kept: the next call tries again if the process has no thread to spare
+                thread.start()  # before it is stored: the next call tries again if the process has no thread to spare
                 self._thread = thread
             elif len(self._watched) == 1:
                 self._state.notify_all()

@@ -1,4 +1,4 @@
-"""Looking at a memory directory as a whole: sums, and what should never be."""
+"""Inspects a complete memory directory: sums, and what should never be there."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ class StoreStatus:
     writing: Count
     sealed: Count
     quarantine: Count
-    fetched: Count  # parts of shards, while a load needs them; what they take, not how long they are
-    job_files: Count  # beside the slots: line, session, records, secrets, what the agent keeps
-    records: int  # commit records among them
+    fetched: Count  # parts of shards, while a load needs them; their memory, not their length
+    job_files: Count  # beside the slots: lines, session, records, secrets, the agent's files
+    records: int  # commit records, counted in job_files too
     foreign_names: int  # files whose names are not ours
     granule_bytes: int
-    huge_page_bytes: int  # 0 = the mount gives none
+    huge_page_bytes: int  # 0 = the mount has none
     room: Room
 
     @property
@@ -68,7 +68,7 @@ class StoreStatus:
 
 
 def slot_bytes(directory: Directory) -> int:
-    """The sum of all slot files, in whatever state, and of what was fetched."""
+    """Return the sum of all slot files, in every state, and of what was fetched."""
     slots = sum(found.st_size for state in SlotState for _, found in _files(directory, state))
     return slots + _fetched(directory).size_bytes
 
@@ -101,7 +101,8 @@ def read_status(directory: Directory, room: Room, *, huge_page_bytes: int, granu
 
 
 def find_problems(directory: Directory, *, held_by_us: set[str]) -> list[str]:
-    """`held_by_us` are the names in writing/ that the asking store is filling."""
+    """Return what is wrong in the directory, as text. `held_by_us`: the names in writing/ that the asking store is
+    filling."""
     problems = []
     slots: dict[int, list[tuple[SlotState, str]]] = defaultdict(list)
     shards: dict[str, list[tuple[SlotState, str]]] = defaultdict(list)
@@ -133,7 +134,7 @@ def find_problems(directory: Directory, *, held_by_us: set[str]) -> list[str]:
 
 
 def small_file_names(directory: Directory) -> Iterator[tuple[Place, str]]:
-    """Everything beside the slots: in the job's directory itself and in its private folders."""
+    """Yield every file beside the slots: in the job's directory itself and in its private folders."""
     folders = {*SlotState, *Private}
     for name in directory.names(None):
         if name not in folders:
@@ -147,7 +148,7 @@ def small_file_names(directory: Directory) -> Iterator[tuple[Place, str]]:
 
 
 def is_known(place: Place, name: str) -> bool:
-    """Whether a small file has a name that we give."""
+    """Return True if a small file has a name that flashckpt gives."""
     if parse_draft_name(name) is not None:
         return True
     if place is Private.FETCHED:
@@ -178,7 +179,7 @@ def _small_file_problems(directory: Directory) -> list[str]:
         found = directory.stat(place, name)
         if found is None:
             continue
-        # A socket has the mode that its umask left; the directory is what keeps others out.
+        # A socket has the mode that its umask left; the directory keeps others out.
         if not (stat.S_ISSOCK(found.st_mode) and name.startswith(AGENT_FILES_PREFIX)):
             try:
                 check_file(directory.path / where, found)
@@ -208,7 +209,8 @@ def parse_name(state: SlotState, name: str) -> SlotName | SealedName | None:
 
 
 def _twice(directory: Directory, seen: list[tuple[SlotState, str]]) -> str:
-    """The places, if there are several. Looked at again: another process may have renamed it from one to the next."""
+    """Return the places of a file that is in several. Looks again: another process may have renamed it from one to the
+    next."""
     if len(seen) > 1:
         seen = [(state, name) for state, name in seen if directory.stat(state, name) is not None]
     return " and ".join(f"{state}/{name}" for state, name in seen) if len(seen) > 1 else ""

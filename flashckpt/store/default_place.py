@@ -1,4 +1,5 @@
-"""Where memory lies if nobody says: a directory per user. Whoever makes a shared one first locks all others out."""
+"""Chooses the memory directory if none is set: one per user. In a shared one, its first user would lock out all
+others."""
 
 from __future__ import annotations
 
@@ -8,13 +9,13 @@ import stat
 from flashckpt.store.names import job_directory_name
 
 _SHM = "/dev/shm"
-_OF_A_GROUP = "-ranks-"  # jobs that process groups of one job have
+_OF_A_GROUP = "-ranks-"  # in the names of jobs of process groups of one job
 
 
 def default_memory_dir(job: str | None, shm: str = _SHM) -> str:
-    """The directory of this user, for `job` or (None) for whichever job is there.
+    """Return this user's directory for `job`, or (None) for any job.
 
-    Earlier versions had one directory for all users. It is taken if it is ours and holds the job, unless the user's own
+    Earlier versions had one directory for all users. It is used if it is ours and holds the job, unless the user's own
     directory holds the job as well.
     """
     mine, shared = own_place(shm), f"{shm}/flashckpt"
@@ -26,7 +27,7 @@ def own_place(shm: str = _SHM) -> str:
 
 
 def other_place(directory: str, shm: str = _SHM) -> str | None:
-    """The other one of the two default directories, if it has jobs of ours."""
+    """Return the other one of the two default directories, if it has jobs of ours."""
     mine, shared = own_place(shm), f"{shm}/flashckpt"
     other = {mine: shared, shared: mine}.get(directory)
     return other if other is not None and _holds(other, None) else None
@@ -46,7 +47,7 @@ def _holds(directory: str, job: str | None) -> bool:
 
 
 def _is_ours(path: str) -> bool:
-    """Whether it is a directory of this user, closed to others, and no link."""
+    """Return True for a directory of this user, closed to others, that is no link."""
     try:
         found = os.lstat(path)
     except OSError:

@@ -1,9 +1,9 @@
-"""The memory directory, which is not trusted to be ours until it is proved.
+"""Opens the memory directory, which is not trusted to be ours until it is proved.
 
-`<memory_dir>/<job>/` lies in a place where other users may create, link and rename. So the directories are
-opened one by one without following links, checked through the descriptor and then held: everything below is
-opened relative to a held descriptor, and what happens to the path later can make a call fail, but can't make
-it read or write somewhere else.
+`<memory_dir>/<job>/` lies in a place where other users may create, link and rename. So the directories are opened one
+by one without following links, checked through the descriptor and then held: everything below is opened relative to a
+held descriptor, and what happens to the path later can make a call fail, but can't make it read or write somewhere
+else.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 class SlotState(enum.StrEnum):
-    """Where a slot's file lies is what it is. Values are directory names."""
+    """The state of a slot, which is the folder of its file. Values are directory names."""
 
     POOL = "pool"  # free
     WRITING = "writing"  # being filled
     SEALED = "sealed"  # a shard
-    QUARANTINE = "quarantine"  # a bad shard, kept for a look
+    QUARANTINE = "quarantine"  # a damaged shard, kept for inspection
 
 
 class Private(enum.StrEnum):
-    """Folders beside the slots, made when something is first put there. Values are directory names."""
+    """Folders beside the slots, created when first needed. Values are directory names."""
 
     TLS = "tls"  # keys and certificates
     FETCHED = "fetched"  # parts of shards, for as long as a load needs them
-    RESERVE = "reserve"  # small files made ahead
+    RESERVE = "reserve"  # small files created in advance
 
 
 Place: TypeAlias = SlotState | Private | None  # None = the job's directory itself
@@ -85,7 +85,7 @@ class Directory:
 
     @property
     def fd(self) -> int:
-        """Of the job's directory. Belongs to this object."""
+        """The descriptor of the job's directory. It belongs to this object."""
         self._check_open()
         return self._job.fd
 
@@ -99,7 +99,7 @@ class Directory:
         self.close()  # if an exception kept the owner from closing it
 
     def check_still_ours(self) -> None:
-        """Raises where the directory was deleted, replaced, unmounted or opened up to others meanwhile.
+        """Raise if the directory was meanwhile deleted, replaced, unmounted or opened to others.
 
         Writing would still be safe, but nobody would ever find what was written.
         """
@@ -121,9 +121,9 @@ class Directory:
         return f"{read_boot_id()}-{found.st_dev}-{found.st_ino}"
 
     def names(self, place: Place) -> list[str]:
-        """Of all entries. NotFoundError where a private folder was not made yet."""
-        # A descriptor of its own for each listing: those of one open directory share their position, and
-        # two listings at once, in two threads or after a fork, would each see a part.
+        """Return the names of all entries. Raise NotFoundError if a private folder was not created yet."""
+        # Each listing has a descriptor of its own: listings through one descriptor share its position, so that two at
+        # once, in two threads or after a fork, would each see a part.
         fd = os.open(".", _DIRECTORY_FLAGS, dir_fd=self._fd(place))
         try:
             return os.listdir(fd)
@@ -131,14 +131,14 @@ class Directory:
             os.close(fd)
 
     def stat(self, place: Place, name: str) -> os.stat_result | None:
-        """None where there is no such file."""
+        """Return the status of a file; None if there is no such file."""
         try:
             return os.stat(name, dir_fd=self._fd(place), follow_symlinks=False)
         except FileNotFoundError:
             return None
 
     def create_file(self, place: Place, name: str) -> int:
-        """A new file's descriptor, for reading and writing. OSError (ENOSPC) where inodes are out."""
+        """Return a new file's descriptor, for reading and writing. Raise OSError (ENOSPC) if inodes are used up."""
         return self._do(
             place,
             name,
@@ -146,7 +146,8 @@ class Directory:
         )
 
     def open_file(self, place: Place, name: str, *, write: bool = False, create: bool = False) -> int:
-        """FileNotFoundError where it has gone, UnsafeDirectoryError where it is not a plain file of ours."""
+        """Open a file. Raise FileNotFoundError if it is gone, UnsafeDirectoryError if it is not a plain file of
+        ours."""
         path = self._path(place, name)
         access = (os.O_RDWR if write else os.O_RDONLY) | (os.O_CREAT if create else 0)
         try:
@@ -163,7 +164,7 @@ class Directory:
         return fd
 
     def move(self, place: Place, name: str, to: Place, new_name: str) -> bool:
-        """False where somebody else was quicker. Never replaces: FileExistsError."""
+        """Rename a file. Return False if another process was quicker. Never replaces: FileExistsError."""
         target_fd = self._fd(to)
         try:
             self._do(place, name, lambda fd: rename_noreplace(name, new_name, source_fd=fd, target_fd=target_fd))
@@ -172,15 +173,15 @@ class Directory:
         return True
 
     def replace(self, place: Place, name: str, new_name: str) -> None:
-        """Rename within one folder; the target may exist."""
+        """Rename within one folder. The target may exist."""
         self._do(place, name, lambda fd: os.rename(name, new_name, src_dir_fd=fd, dst_dir_fd=fd))
 
     def exchange(self, place: Place, name: str, other: str) -> None:
-        """Swaps two files of one folder in one step. OSError where the filesystem can't."""
+        """Swap two files of one folder in one step. Raise OSError if the filesystem can't."""
         self._do(place, name, lambda fd: rename_exchange(f"/proc/self/fd/{fd}/{name}", f"/proc/self/fd/{fd}/{other}"))
 
     def remove(self, place: Place, name: str) -> bool:
-        """False where somebody else was quicker."""
+        """Remove a file. Return False if another process was quicker."""
         try:
             self._do(place, name, lambda fd: os.unlink(name, dir_fd=fd))
         except FileNotFoundError:
@@ -188,7 +189,7 @@ class Directory:
         return True
 
     def make_private(self, place: Private) -> None:
-        """Makes sure that the folder is there."""
+        """Make sure that the folder exists."""
         self._hold_private(place, create=True)
 
     def _hold_private(self, place: Private, *, create: bool) -> _Held:
@@ -203,7 +204,7 @@ class Directory:
             for fd in opened:
                 os.close(fd)
             raise
-        # All stay open until close(): another thread may be about to use a number.
+        # All stay open until close(): another thread may be about to use one of them.
         self._opened_later.append(new)
         self._private[place] = new
         return new
@@ -245,9 +246,9 @@ class Directory:
 
 
 def open_directory(path: str | os.PathLike[str], job: str, create: bool = True) -> Directory:
-    """Opens, and unless `create` is off first makes, the memory directory of one job.
+    """Open the memory directory of one job. Create it first, unless `create` is off.
 
-    The parent of `path` has to exist; nothing is asked of it.
+    The parent of `path` has to exist; it is not checked.
     """
     base_path = _checked_path(path)
     job_path = base_path / job_directory_name(job)
@@ -282,7 +283,8 @@ def open_directory(path: str | os.PathLike[str], job: str, create: bool = True) 
 
 
 def check_file(path: Path, found: os.stat_result) -> None:
-    """A regular file, ours alone, under one name: a second name could be in a directory of somebody else."""
+    """Raise unless it is a regular file, ours alone, under one name: a second name could be in another user's
+    directory."""
     if not stat.S_ISREG(found.st_mode):
         raise _refusal(path, "a regular file", _kind(found), "remove it")
     _check_access(path, found)
@@ -291,7 +293,7 @@ def check_file(path: Path, found: os.stat_result) -> None:
 
 
 def suggested_path(refused: Path | None = None) -> str:
-    """Another directory than the refused one."""
+    """Return another directory than the refused one."""
     own = Path(own_place())
     return str(own) + ("-own" if refused is not None and own in (refused, *refused.parents) else "")
 
@@ -308,7 +310,7 @@ def _checked_path(path: str | os.PathLike[str]) -> Path:
 
 
 def _open_one(parent_fd: int, path: Path, create: bool, opened: list[int]) -> int:
-    """Opens one component, checked. What exists is never repaired: whoever made it so had a reason."""
+    """Open one component, and check it. An existing one is never repaired: its owner had a reason."""
     try:
         fd = _open_or_make(parent_fd, path, create)
     except FileNotFoundError as error:
@@ -333,7 +335,7 @@ def _open_or_make(parent_fd: int, path: Path, create: bool) -> int:
     except FileNotFoundError:
         if not create:
             raise
-    # Looked at first, so that a wrong setting leaves no empty directory on a disk.
+    # Checked first, so that a wrong setting leaves no empty directory on a disk.
     _memory_mount(_Held(path, parent_fd))
     try:
         os.mkdir(path.name, 0o700, dir_fd=parent_fd)
@@ -362,7 +364,7 @@ def _check_access(path: Path, found: os.stat_result) -> None:
             f"mode {needed:04o}, closed to group and others",
             f"mode {mode:04o}",
             f"set memory_dir to a directory of your own, e.g. {suggested_path(path)}, "
-            f"or look at what others left in it and then chmod {needed:04o}",
+            f"or check what others left in it and then chmod {needed:04o}",
         )
 
 

@@ -1,7 +1,7 @@
-"""Parts of shards that an agent fetched for a load: files in `fetched/` that live as long as the load does.
+"""Keeps the parts of shards that an agent fetched for a load: files in `fetched/` that live as long as the load does.
 
-As long as their shard, with memory behind nothing but what was asked for. Never taken for shards: no scan looks there,
-and an agent that starts empties the folder.
+Each is as long as its shard, with memory only behind what was asked for. It is never taken for a shard: no scan looks
+there, and an agent that starts empties the folder.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class FetchedFile(SlotFile):
-    """One of them, while it is being filled. Several threads may write, each where no other does."""
+    """A file that is being filled. Several threads may write, each where no other does."""
 
     __slots__ = ("_directory", "_give_up_one", "_granule_bytes", "_room", "name")
 
@@ -38,9 +38,9 @@ class FetchedFile(SlotFile):
         granule_bytes: int,
         give_up_one: Callable[[], bool],
     ) -> None:
-        """A new file without memory. NoSpaceError where there is no room for even that.
+        """Create a file without memory. Raise NoSpaceError if there is no room even for that.
 
-        `give_up_one` frees a slot that nobody uses; False where there is none.
+        `give_up_one` frees a slot that nobody uses; it returns False if there is none.
         """
         page_bytes = granule_bytes if directory.mount.fs_type == "hugetlbfs" else 0
         if size_bytes <= 0 or (page_bytes and size_bytes % page_bytes):
@@ -63,9 +63,9 @@ class FetchedFile(SlotFile):
             raise
 
     def give_memory(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Behind these (start, length): all of it, or NoSpaceError. What can't be finished is not begun.
+        """Allocate memory behind these (start, length): for all of them, or raise NoSpaceError before allocating any.
 
-        IMPORTANT: nothing may be written anywhere else: the page would come without a look at the room.
+        IMPORTANT: nothing may be written anywhere else: the page would be allocated without a check of the room.
         """
         need = sum(length for _, length in ranges)
         while (reason := check_room(need, room := self._room())) is not None:
@@ -86,7 +86,7 @@ class FetchedFile(SlotFile):
                 )
 
     def remove(self) -> None:
-        """Gone, for those who have not opened it. May be called twice."""
+        """Remove the file; processes that have opened it keep it. May be called twice."""
         self.close()
         self._directory.remove(Private.FETCHED, self.name)
 
@@ -103,12 +103,12 @@ def open_fetched(directory: Directory, name: str) -> int:
     except (FileNotFoundError, NotFoundError) as error:
         raise NotFoundError(
             f"{directory.path / Private.FETCHED / name}: expected what the agent fetched, found none",
-            hint="it goes when the load that asked for it ends, or the agent does",
+            hint="it is removed when the load that asked for it ends, or the agent does",
         ) from error
 
 
 def empty_fetched(directory: Directory) -> int:
-    """Agents only, before anything is fetched. Returns how many there were."""
+    """Remove all fetched files, and return their number. Called by the agent only, before anything is fetched."""
     with contextlib.suppress(NotFoundError):
         names = directory.names(Private.FETCHED)
         return sum(directory.remove(Private.FETCHED, name) for name in names if parse_fetched_name(name) is not None)

@@ -1,7 +1,7 @@
-"""How an agent that owns all slots hands one to a trainer.
+"""Hands slots of an agent that owns them all to trainers.
 
-The agent allocates and touches first, so that the memory is charged to it, and never maps what it grants to write. A
-slot in `writing/` under a trainer's name is that trainer's alone, as if it had claimed it itself.
+The agent allocates and touches first, so that the memory is charged to it, and never maps a granted slot to write. A
+slot in `writing/` under a trainer's name belongs to that trainer alone, as if it had claimed it itself.
 
 Failpoints: `before_grant` · `after_grant` (the trainer does not know of it yet) · `after_attach` (it has mapped it).
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Grants:
-    """What one agent grants."""
+    """The slots that one agent grants."""
 
     def __init__(self, directory: Directory, owner: Owner, supply: Supply) -> None:
         self._directory = directory
@@ -29,7 +29,7 @@ class Grants:
         self._supply = supply
 
     def grant(self, size_bytes: int, to: Owner) -> int:
-        """The id of a slot of exactly that size in writing/ under `to`'s name."""
+        """Return the id of a slot of exactly that size in writing/ under `to`'s name."""
         failpoint("before_grant")
         slot_id = self._one_it_has_mapped(size_bytes, to)
         if slot_id is None:
@@ -42,7 +42,7 @@ class Grants:
         return slot_id
 
     def withdraw(self, slot_id: int, to: Owner) -> bool:
-        """Into the pool, still under `to`'s name: nobody else gets it while `to` lives."""
+        """Move a granted slot into the pool, still under `to`'s name: nobody else can claim it while `to` lives."""
         name = slot_name(slot_id, to)
         return self._directory.move(SlotState.WRITING, name, SlotState.POOL, name)
 
@@ -59,8 +59,8 @@ class Grants:
         return None
 
     def _another(self, size_bytes: int, to: Owner) -> int:
-        # IMPORTANT: a slot of `to` that has another size is not resized: cut short under its mapping, it would
-        # be a SIGBUS. One is given up for the new one, so that changing sizes do not pile slots up.
+        # IMPORTANT: a slot of `to` that has another size is not resized: shortened under its mapping, it would cause a
+        # SIGBUS. One is removed for the new one, so that changing sizes do not pile slots up.
         if to != self._owner:
             self._supply.unlink_one(to)
         taken = self._supply.take(size_bytes, unmapped=True)

@@ -1,4 +1,4 @@
-"""What a store hands out: slots to write into, shards by name."""
+"""Defines what a store returns: slots to write into, shards by name."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Slot:
 
     slot_id: int
     size_bytes: int
-    view: memoryview  # of the whole mapping, writable; released by seal() and abandon()
+    view: memoryview  # of the complete mapping, writable; released by seal() and abandon()
 
     def write_at(self, offset: int, data: Buffer) -> None:
-        """All of it, within the slot. Threads may write different parts at a time."""
+        """Write all of the data, within the slot. Threads may write different parts at a time."""
         with memoryview(data).cast("B") as piece:
             if offset < 0 or offset + len(piece) > self.size_bytes:
                 raise ConfigError(
@@ -39,7 +39,7 @@ class Slot:
             self.view[offset : offset + len(piece)] = piece
 
     def let_go(self) -> None:
-        # Whoever made arrays over it keeps them; the mapping then stays, and is not resized under them.
+        # Arrays over the view keep it; the mapping then stays, and is not resized under them.
         with contextlib.suppress(BufferError):
             self.view.release()
 
@@ -47,21 +47,21 @@ class Slot:
 class SlotFile:
     """A slot to write one shard into without mapping it, until it is sealed or abandoned.
 
-    What is written counts for the memory of the filesystem, not of this process. Threads may write
-    different parts at a time; none may while it is closed.
+    What is written is charged to the filesystem's memory, not to this process. Threads may write different parts at a
+    time; none may while it is closed.
     """
 
     __slots__ = ("_fd", "_page_bytes", "size_bytes", "slot_id")
 
     def __init__(self, slot_id: int, size_bytes: int, fd: int, *, page_bytes: int) -> None:
-        """Takes the descriptor over. `page_bytes`: of a filesystem without write(), else 0."""
+        """Take over the descriptor. `page_bytes`: of a filesystem without write(), else 0."""
         self.slot_id = slot_id
         self.size_bytes = size_bytes
         self._fd = fd
         self._page_bytes = page_bytes
 
     def write_at(self, offset: int, data: Buffer) -> None:
-        """All of it, within the slot."""
+        """Write all of the data, within the slot."""
         with memoryview(data).cast("B") as view:
             if offset < 0 or offset + len(view) > self.size_bytes:
                 raise ConfigError(
@@ -84,11 +84,11 @@ class SlotFile:
 
     @property
     def view(self) -> None:
-        """Not mapped."""
+        """None: the slot is not mapped."""
         return None
 
     def close(self) -> None:
-        """Nothing can be written any more. It still has to be sealed or abandoned. May be called twice."""
+        """Close the slot for writing. It still has to be sealed or abandoned. May be called twice."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -113,7 +113,7 @@ class Sealed:
 
     @property
     def size_bytes(self) -> int:
-        """Of the file, asked when read. NotFoundError where it has gone."""
+        """The size of the file, read at each call. Raises NotFoundError if the file is gone."""
         found = self._directory.stat(SlotState.SEALED, self.name)
         if found is None:
             raise shard_gone(self)
@@ -122,16 +122,16 @@ class Sealed:
 
 @dataclass(frozen=True, slots=True)
 class Reclaimed:
-    """What reclaim() found left behind."""
+    """What reclaim() found."""
 
-    files: int = 0  # slots that dead writers were filling: back in the pool
+    files: int = 0  # slots that dead writers were filling: moved into the pool
     bytes: int = 0
-    dropped_files: int = 0  # slots of another boot, drafts and marks of dead writers: unlinked
+    dropped_files: int = 0  # slots of another boot, drafts and marks of dead writers: removed
     dropped_bytes: int = 0
 
 
 def write_pages(fd: int, offset: int, view: memoryview, page_bytes: int) -> None:
-    """As pwrite, through a window of whole pages. The file has to reach to the end of the last one."""
+    """Write like pwrite, through a window of complete pages. The file has to reach to the end of the last one."""
     start = offset // page_bytes * page_bytes
     end = -(-(offset + len(view)) // page_bytes) * page_bytes
     if len(view):

@@ -1,4 +1,5 @@
-"""The small files beside the slots, and who may use an opened store: line, marks, session, records, secrets."""
+"""Reads and writes the small files beside the slots: lines, marks, session, records, secrets. Checks who uses a
+store."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ os.register_at_fork(after_in_child=_count_fork)
 
 
 class JobFiles:
-    """One process's hand on the job's directory itself; SlotStore adds what lies below it."""
+    """One process's access to the job's directory itself; SlotStore adds what lies below it."""
 
     def __init__(self, directory: Directory, room: RoomReader) -> None:
         self.path = directory.path
@@ -48,17 +49,17 @@ class JobFiles:
     # -- line and marks ----------------------------------------------------------------------------------
 
     def read_line(self) -> Line | None:
-        """The line in force."""
+        """Return the line in force."""
         self._check_usable()
         return lines.read_line(self._directory)
 
     def read_lines(self) -> tuple[Line, ...]:
-        """Of the launches that something is left of here; the line in force last."""
+        """Return the lines of the launches of which something is left here; the line in force last."""
         self._check_usable()
         return lines.read_lines(self._directory)
 
     def damaged_lines(self) -> tuple[str, ...]:
-        """Names of files with lines that can't be believed."""
+        """Return the names of files whose lines can't be trusted."""
         self._check_usable()
         return lines.read_damaged(self._directory)
 
@@ -68,29 +69,30 @@ class JobFiles:
             return lines.write_line(self._directory, new, self._owner)
 
     def mark_void(self, generation: Generation) -> None:
-        """Tells the other processes here that this one will not complete the generation."""
+        """Tell the other processes here that this one will not complete the generation."""
         self._check_usable()
         voids.mark_void(self._directory, generation, self._owner)
 
     def voids(self) -> frozenset[Generation]:
-        """The generations that somebody will not complete."""
+        """Return the generations that some rank will not complete."""
         self._check_usable()
         return voids.read_voids(self._directory)
 
     def read_losses(self) -> tuple[Loss, ...]:
-        """Generations that could not be loaded when somebody last looked, because shards were nowhere to be had."""
+        """Return the generations that could not be loaded at the last check, because shards were missing on all
+        nodes."""
         self._check_usable()
         return losses.read_losses(self._directory)
 
     def write_losses(self, found: Iterable[Loss]) -> None:
-        """Replaces that list."""
+        """Replace that list."""
         with self._writing_small():
             losses.write_losses(self._directory, found, self._owner)
 
     # -- what an agent keeps for its successor ------------------------------------------------------------
 
     def read_session(self) -> bytes | None:
-        """None where there is none, or none that can be believed."""
+        """Return the session; None if there is none, or none that can be trusted."""
         self._check_usable()
         return session.read_session(self._directory)
 
@@ -99,12 +101,12 @@ class JobFiles:
             session.write_session(self._directory, payload, self._owner)
 
     def read_past_sessions(self) -> tuple[tuple[Launch, bytes], ...]:
-        """Of earlier launches, newest last."""
+        """Return the sessions of earlier launches, newest last."""
         self._check_usable()
         return session.read_past(self._directory)
 
     def write_past_session(self, launch: Launch, payload: bytes) -> None:
-        """Keeps the newest four."""
+        """Keep the session of an earlier launch, and the newest four in all."""
         with self._writing_small(len(payload)):
             session.write_past(self._directory, launch, payload, self._owner)
 
@@ -113,7 +115,7 @@ class JobFiles:
         return session.remove_past(self._directory, launch)
 
     def read_persisted(self) -> tuple[str, Generation] | None:
-        """(persist_dir, generation) of the newest step known to be there; None where nothing is known."""
+        """Return (persist_dir, generation) of the newest step known to be there; None if none is known."""
         self._check_usable()
         return persisted.read_persisted(self._directory)
 
@@ -122,22 +124,22 @@ class JobFiles:
             persisted.write_persisted(self._directory, persist_dir, generation, self._owner)
 
     def forget_persisted(self) -> bool:
-        """Return whether there was something to forget."""
+        """Forget the newest persisted step. Return False if there was none."""
         self._check_usable()
         return persisted.forget_persisted(self._directory)
 
     def write_record(self, record: Record) -> None:
-        """Keeps the newest four; of those, what the line kills goes first."""
+        """Keep the record, and the newest four in all; those that the line abandons are removed first."""
         with self._writing_small():
             records.write_record(self._directory, record, self._owner)
 
     def read_records(self) -> tuple[Record, ...]:
-        """Newest launch and generation first; what can't be believed is left out, with a log line."""
+        """Return the records, newest launch and generation first. One that can't be trusted is left out and logged."""
         self._check_usable()
         return records.read_records(self._directory)
 
     def drop_records(self, older_than: Generation) -> int:
-        """Of earlier launches, and of earlier generations of that launch. Returns how many."""
+        """Remove the records of earlier launches, and of earlier generations of that launch. Return how many."""
         self._check_usable()
         return records.drop_records(self._directory, older_than)
 
@@ -146,7 +148,7 @@ class JobFiles:
             secret_files.write_secret(self._directory, name, content, self._owner)
 
     def read_secret(self, name: str) -> bytes | None:
-        """None where there is none. UnsafeDirectoryError where it was open to others."""
+        """Return a secret; None if there is none. Raise UnsafeDirectoryError if it was open to others."""
         self._check_usable()
         return secret_files.read_secret(self._directory, name)
 
@@ -157,7 +159,8 @@ class JobFiles:
     # -- room for them ------------------------------------------------------------------------------------
 
     def fill_reserve(self) -> str:
-        """Makes the files that are used where there is no room. Why that is not possible; "" = they are there."""
+        """Create the files that are used when there is no room. Return why that is not possible; "" = they are
+        there."""
         self._check_usable()
         try:
             return reserve.fill_reserve(self._directory, self._room())
@@ -169,7 +172,7 @@ class JobFiles:
             return str(error)
 
     def give_up_spare(self) -> bool:
-        """Frees an inode of the reserve. False where there is none."""
+        """Free an inode of the reserve. Return False if there is none."""
         self._check_usable()
         return reserve.give_up_spare(self._directory)
 
@@ -177,14 +180,14 @@ class JobFiles:
 
     @property
     def job_dirfd(self) -> int:
-        """Of the job's directory; belongs to the store."""
+        """The descriptor of the job's directory; it belongs to the store."""
         self._check_usable()
         return self._directory.fd
 
     def socket_path(self, name: str) -> str:
-        """To bind or connect in this process while the store is open.
+        """Return a path to bind or connect in this process while the store is open.
 
-        By way of the held descriptor: nobody can put another directory under it, and it is always short enough
+        It leads through the held descriptor: nobody can replace the directory under it, and it is always short enough
         for a socket's address, which holds 107 bytes.
         """
         return f"/proc/self/fd/{self.job_dirfd}/{check_plain_name(name)}"

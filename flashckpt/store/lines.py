@@ -1,13 +1,13 @@
-"""The lines of one job on this node: a small checksummed file for each launch that something is left of here.
+"""Keeps the lines of one job on this node: a small checksummed file per launch of which something is left here.
 
 Each is a file of its own, `line-<epoch>-<nonce>`, named after its head, written aside and renamed. The one with the
-newest head is in force. One file that everybody replaces would not do: a process that was paused between reading the
-old one and renaming its own would put an older line over a newer one when it wakes up.
+newest head is in force. One file that every process replaces would not do: a process that was paused between reading
+the old one and renaming its own would replace a newer line by an older one when it continues.
 
-The others say to which history the shards of their launch belong. They are removed when nothing of it is left here and
-the line in force knows of it.
+The others say to which history the shards of their launch belong. A line is removed when nothing of its launch is left
+here and the line in force knows of it.
 
-A file that can't be believed is ignored with a warning, and set aside by the next write, which puts a good one beside
+A file that can't be trusted is ignored with a warning, and set aside by the next write, which puts a good one beside
 it. Until then an explicit `load(step=…)` still finds the steps.
 
 Failpoints: `before_line` · `mid_line` (written, not yet in force) · `after_line`.
@@ -44,13 +44,13 @@ _MAGIC = b"FCLINE01"
 
 
 def read_line(directory: Directory) -> Line | None:
-    """Return the line in force: of the files that can be believed, the one with the newest head."""
+    """Return the line in force: of the files that can be trusted, the one with the newest head."""
     while True:
         names = sorted(_names(directory), key=lambda one: order(one[1]), reverse=True)
         try:
             return next((line for name, head in names if (line := _read_one(directory, name, head))), None)
         except FileNotFoundError:
-            continue  # a line goes only after a newer one has come: look again
+            continue  # a line is removed only after a newer one has been written: look again
 
 
 def read_lines(directory: Directory) -> tuple[Line, ...]:
@@ -59,17 +59,17 @@ def read_lines(directory: Directory) -> tuple[Line, ...]:
         lines, _, vanished = _read_all(directory)
         if not vanished:
             return tuple(by_head(lines).values())
-        # A line goes only after a newer one has come: look again.
+        # A line is removed only after a newer one has been written: look again.
 
 
 def read_damaged(directory: Directory) -> tuple[str, ...]:
-    """Return the names of the files that can't be believed."""
+    """Return the names of the files that can't be trusted."""
     return _read_all(directory)[1]
 
 
 def write_line(directory: Directory, line: Line, writer: Owner) -> Line:
-    """Keep a line. Return the one that is in force now: this one, joined with what was there of its launch, or a newer
-    one."""
+    """Keep a line. Return the one that is in force now: this one, joined with the line of its launch that was here, or
+    a newer one."""
     lines, damaged, _ = _read_all(directory)
     found = by_head(lines)
     known = found.get(line.head)
@@ -82,14 +82,14 @@ def write_line(directory: Directory, line: Line, writer: Owner) -> Line:
     for name in damaged:
         if name != line_name(line.head):
             directory.move(None, name, None, damaged_line_name(name))
-            _log.warning("%s/%s can't be believed and was set aside", directory.path, name)
+            _log.warning("line %s/%s is torn or foreign and was set aside", directory.path, name)
     in_force = read_line(directory) or line
     _remove_idle(directory, in_force)
     return in_force
 
 
 def _remove_idle(directory: Directory, in_force: Line) -> None:
-    """Remove the lines of launches that nothing is left of here, if the line in force knows of them."""
+    """Remove the lines of launches of which nothing is left here, if the line in force knows of them."""
     parsed = (parse_sealed_name(name) for name in directory.names(SlotState.SEALED))
     present = {launch_of(one.shard.generation) for one in parsed if one is not None}
     for name, head in _names(directory):
@@ -102,7 +102,7 @@ def _remove_idle(directory: Directory, in_force: Line) -> None:
 
 
 def _read_all(directory: Directory) -> tuple[list[Line], tuple[str, ...], bool]:
-    """Return the lines, the names of files that can't be believed, and whether a file vanished meanwhile."""
+    """Return the lines, the names of files that can't be trusted, and whether a file vanished meanwhile."""
     lines: list[Line] = []
     damaged: list[str] = []
     vanished = False

@@ -1,4 +1,4 @@
-"""Which generations can't be loaded because no node that answered had some of their shards: the last look's word.
+"""Keeps the list of generations that can't be loaded, because no node that answered at the last check had some shard.
 
 One file, replaced as a whole, by the agent and by trainers that load. It changes no decision: it is for people, who see
 the same in `ls` and `status` whether an agent runs or not, and after a launch that failed for it.
@@ -28,7 +28,7 @@ _SHOWN_RANKS = 16
 
 
 def read_losses(directory: Directory) -> tuple[Loss, ...]:
-    """What can't be believed is left out."""
+    """Return the list; a file that can't be trusted counts as empty."""
     try:
         payload = read_framed(directory, LOSSES_NAME, _MAGIC)
     except FileNotFoundError:
@@ -45,7 +45,7 @@ def read_losses(directory: Directory) -> tuple[Loss, ...]:
 
 
 def write_losses(directory: Directory, losses: Iterable[Loss], writer: Owner) -> None:
-    """Replaces the list; an empty one takes no file. Keeps the newest 16."""
+    """Replace the list by its newest 16; an empty one needs no file."""
     kept = sorted(losses, key=lambda one: one.generation)[-_KEPT:]
     if not kept:
         directory.remove(None, LOSSES_NAME)

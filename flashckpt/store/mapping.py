@@ -1,4 +1,4 @@
-"""A slot's file, mapped into this process.
+"""Maps a slot's file into this process.
 
 The mapping outlives claim and seal: faulting pages in again costs many times the copy into them.
 """
@@ -13,12 +13,12 @@ _MADV_POPULATE_READ = 22  # Linux 5.14; Python has no name for it
 
 
 class Mapping:
-    """Owns a descriptor and the shared mapping of the whole file behind it."""
+    """Owns a descriptor and the shared mapping of its complete file."""
 
     __slots__ = ("_descriptors", "_map", "inode", "size_bytes")
 
     def __init__(self, fd: int, size_bytes: int, *, huge_pages: bool, writable: bool = True) -> None:
-        """The file has to have its memory already: touching a page that can't be had is a SIGBUS."""
+        """Map the file, which must have its memory already: touching a page that can't be allocated is a SIGBUS."""
         self._descriptors = [fd]
         self.size_bytes = size_bytes
         self.inode = os.fstat(fd).st_ino
@@ -32,21 +32,23 @@ class Mapping:
                 self._map.madvise(mmap.MADV_HUGEPAGE)
 
     def view(self) -> memoryview:
-        """ValueError where it was closed."""
+        """Return a view of the mapping. Raise ValueError if it was closed."""
         return memoryview(self._map)
 
     def populate(self, offset: int, length: int) -> None:
-        """Maps these pages for reading at once, where the kernel can: whole pages, and none beyond the end."""
+        """Map these pages for reading at once, if the kernel can: complete pages, and none beyond the end."""
         with contextlib.suppress(OSError, ValueError):
             self._map.madvise(_MADV_POPULATE_READ, offset, min(length, self.size_bytes - offset))
 
     def fits(self, found: os.stat_result, size_bytes: int) -> bool:
-        """Whether this is the mapping of that file at that size."""
+        """Return True if this is the mapping of that file at that size."""
         return self.inode == found.st_ino and self.size_bytes == size_bytes == found.st_size
 
     def is_unlinked(self) -> bool:
-        """Any thread may ask. One that has the slot may close the mapping meanwhile, and the number may then
-        be another file's: the answer is only good for calling close(), which then does nothing.
+        """Return True if the file was removed. Any thread may ask.
+
+        A thread that has the slot may close the mapping meanwhile, and the number may then be another file's: the
+        answer may only be used to call close(), which then does nothing.
         """
         try:
             return os.fstat(self._descriptors[0]).st_nlink == 0
@@ -54,7 +56,7 @@ class Mapping:
             return False
 
     def close(self) -> bool:
-        """False where a buffer over the mapping is still in use; it then stays as it is."""
+        """Close the mapping. Return False, and change nothing, if a buffer over it is still in use."""
         try:
             self._map.close()
         except BufferError:
@@ -63,12 +65,12 @@ class Mapping:
         return True
 
     def forget(self) -> None:
-        """As close(), but a mapping that is still in use goes when its last buffer does."""
+        """Close the mapping; one that is still in use is closed with its last buffer."""
         if not self.close():
             self._close_descriptor()
 
     def _close_descriptor(self) -> None:
-        # Taken out in one step: of two threads, or two calls, one closes it. A lock would be held for ever in
-        # the child of a fork that came at the wrong moment.
+        # Taken out in one step: of two threads, or two calls, one closes it. A lock would be held for ever in the child
+        # of a fork that came at the wrong moment.
         with contextlib.suppress(IndexError):
             os.close(self._descriptors.pop())

@@ -1,4 +1,4 @@
-"""Which mount a descriptor lies on: filesystem type, mount point, huge pages."""
+"""Finds the mount on which a descriptor lies: filesystem type, mount point, huge pages."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 _PROC = Path("/proc")
 _THP = Path("/sys/kernel/mm/transparent_hugepage")
 _ESCAPE = re.compile(r"\\([0-7]{3})")
-# Where one huge page is larger than this (512 MiB on arm64 with 64 KiB pages), rounding slots up to it wastes
-# more memory than the faults cost.
+# If one huge page is larger than this (512 MiB on arm64 with 64 KiB pages), rounding slots up to it wastes more memory
+# than the faults cost.
 _MAX_HUGE_PAGE_BYTES = 32 << 20
 
 
@@ -28,12 +28,12 @@ class Mount:
 
 
 def parse_mountinfo(text: str) -> tuple[Mount, ...]:
-    """Lines in another form than the kernel's are left out."""
+    """Parse the kernel's list of mounts. Lines in another form are left out."""
     mounts = []
     for line in text.splitlines():
         fields = line.split(" ")
         try:
-            # Optional fields lie between the sixth one and a lone dash.
+            # Optional fields are between the sixth one and a lone dash.
             separator = fields.index("-", 6)
             major, minor = fields[2].split(":")
             mounts.append(
@@ -56,7 +56,7 @@ def read_mounts(proc: Path = _PROC) -> tuple[Mount, ...]:
 
 
 def find_mount(fd: int) -> Mount | None:
-    """The mount of an open file; None where it is not (or no longer) attached."""
+    """Return the mount of an open file; None if it is not (or no longer) attached."""
     mounts = read_mounts()
     mount_id = _mount_id(fd)
     for mount in mounts:
@@ -69,7 +69,7 @@ def find_mount(fd: int) -> Mount | None:
 
 
 def huge_page_bytes(mount: Mount, fd: int, thp: Path = _THP) -> int:
-    """The size of the huge pages files on this mount can get, 0 where they get none."""
+    """Return the size of the huge pages that files on this mount can have; 0 if they have none."""
     if mount.fs_type == "hugetlbfs":
         return os.fstatvfs(fd).f_bsize
     if mount.fs_type != "tmpfs":

@@ -1,8 +1,8 @@
-"""File names of the memory directory ↔ types. Pure.
+"""Converts between file names of the memory directory and types. Pure.
 
-A name says everything that a decision needs (which slot, who wrote it last, which shard), so that a scan
-opens no file and a rename changes state and ownership in one step. Only the exact form that the writing
-functions produce is parsed: two names never mean the same thing.
+A name has everything that a decision needs (which slot, who wrote it last, which shard), so that a scan opens no file
+and a rename changes state and ownership in one step. Only the exact form that the writing functions produce is parsed:
+two names never mean the same thing.
 """
 
 from __future__ import annotations
@@ -103,13 +103,13 @@ def fetched_name(file_id: int, writer: Owner) -> str:
 
 
 def parse_fetched_name(name: str) -> Owner | None:
-    """The agent that fetched it."""
+    """Return the agent that fetched the file."""
     match = _FETCHED.fullmatch(name)
     return None if match is None else _writer(match.groups()[1:])
 
 
 def sealed_prefix(shard: ShardId) -> str:
-    """What all names of one shard begin with, and no name of another one."""
+    """Return the beginning of all names of one shard, which no name of another shard has."""
     rank, world = _within(shard.rank, _U32, "rank"), _within(shard.world, _U32, "world")
     return f"e{_generation_text(shard.generation)}.r{rank}-{world}.t"
 
@@ -136,17 +136,17 @@ def line_name(head: Launch) -> str:
 
 
 def parse_line_name(name: str) -> Launch | None:
-    """The head of a line."""
+    """Return the head of the line."""
     return _launch(_LINE.fullmatch(name))
 
 
 def damaged_line_name(name: str) -> str:
-    """Of a line that was set aside because it can't be believed."""
+    """Return the name of a line's file that was set aside because it can't be trusted."""
     return f"damaged-{name}"
 
 
 def parse_damaged_line_name(name: str) -> str | None:
-    """The name that it had."""
+    """Return the name that the file had before."""
     was = name.removeprefix("damaged-")
     return was if was != name and parse_line_name(was) is not None else None
 
@@ -165,7 +165,7 @@ def past_name(launch: Launch) -> str:
 
 
 def parse_past_name(name: str) -> Launch | None:
-    """Of the session of an earlier launch."""
+    """Return the earlier launch whose session it is."""
     return _launch(_PAST.fullmatch(name))
 
 
@@ -182,7 +182,7 @@ def parse_draft_name(name: str) -> DraftName | None:
 
 
 def is_plain_name(name: str) -> bool:
-    """Of a file that a part of flashckpt names itself; such a name never comes from outside."""
+    """Return True for a name that a part of flashckpt has chosen; such a name never comes from outside."""
     return _PLAIN.fullmatch(name) is not None and "-draft-" not in name
 
 
@@ -208,11 +208,11 @@ def parse_void_name(name: str) -> VoidName | None:
 
 
 def job_directory_name(job: str) -> str:
-    """One path component for any job name of 1 to 256 bytes; different jobs get different ones.
+    """Return one path component for any job name of 1 to 256 bytes; different jobs have different ones.
 
-    Letters, digits, `_`, `-` and `.` stand for themselves, every other byte becomes `%XX`, so that the
-    directory can be recognized in a listing. What gets too long ends in `~` and a digest; a plain name
-    never holds a `~`. A leading dot would hide it, a leading dash looks like an option: both are escaped.
+    Letters, digits, `_`, `-` and `.` stand for themselves, every other byte becomes `%XX`, so that the directory can be
+    recognized in a listing. A name that gets too long ends in `~` and a digest; a plain name never contains a `~`. A
+    leading dot would hide the directory, a leading dash looks like an option: both are escaped.
     """
     # surrogatepass, not surrogateescape: the latter maps different strings to the same bytes.
     raw = job.encode("utf-8", "surrogatepass")
@@ -265,7 +265,7 @@ def _writer_text(writer: Owner) -> str:
 def _writer(groups: tuple[str, ...]) -> Owner | None:
     pid, start_ticks, boot_id8, pid_namespace = groups
     owner = Owner(int(pid), int(start_ticks), boot_id8, int(pid_namespace))
-    # A pid of 0 or beyond what the kernel takes would name other things than a process.
+    # A pid of 0 or beyond the kernel's range would name something else than a process.
     in_range = 0 < owner.pid < 1 << 31 and owner.start_ticks <= _U64 and owner.pid_namespace <= _U64
     return owner if in_range else None
 

@@ -1,7 +1,7 @@
-"""Who wrote a slot last, and whether that process can still touch it.
+"""Tells which process wrote a slot last, and whether that process can still touch it.
 
-A slot may go to another writer only once its last one is known to have exited: a paused process may wake up
-and go on writing through its mapping. Doubt therefore always means "alive".
+Another writer may have a slot only once its last writer is known to have exited: a paused process may wake up and
+continue to write through its mapping. Doubt therefore always means "alive".
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from flashckpt.errors import ConfigError, FlashError, StorageError
 
 BOOT_ID_PATH = Path("/proc/sys/kernel/random/boot_id")
 _PROC = Path("/proc")
-_NO_PROC = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM)  # nothing is mounted there, or not for us
+_NO_PROC = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM)  # nothing is mounted there, or we may not read it
 # The inode of the time namespace that every process starts in; the kernel fixes the number.
 _INITIAL_TIME_NAMESPACE = 0xEFFFFFFA
 # linux/pidfd.h: _IOWR(0xFF, 11, struct pidfd_info), in its first, 64-byte form; the exit status comes last in it.
@@ -32,10 +32,10 @@ _SIGKILL_BIT = 1 << (signal.SIGKILL - 1)
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """One process, told apart from every other of this machine, before and after a reboot."""
+    """One process, distinguished from every other of this machine, before and after a reboot."""
 
-    pid: int  # as its own pid namespace counts
-    start_ticks: int  # clock ticks from boot to its start: a reused pid has another one
+    pid: int  # in its own pid namespace
+    start_ticks: int  # clock ticks from boot to its start: another process with the same pid has others
     boot_id8: str  # the first 8 hex digits of the boot id
     pid_namespace: int  # inode number; see _namespace()
 
@@ -46,9 +46,9 @@ class Owner:
 
     @staticmethod
     def current() -> Owner:
-        """This process. Nothing is cached: after a fork it is the child.
+        """Return this process. Nothing is cached: after a fork it is the child.
 
-        StorageError where a limit keeps it from being read, as of open files; ConfigError where there is no /proc.
+        Raise StorageError if a limit, as of open files, prevents the read; ConfigError if there is no /proc.
         """
         try:
             start_ticks = _read_start_ticks("self")
@@ -60,32 +60,32 @@ class Owner:
 
 
 def is_dead(owner: Owner) -> bool:
-    """True only if the process is known to have exited, and with it all its mappings."""
+    """Return True only if the process is known to have exited, and all its mappings with it."""
     if owner.boot_id8 != read_boot_id8():
         return True
     if owner.pid_namespace != _namespace():
-        return False  # its pid means nothing here
+        return False  # its pid has no meaning here
     try:
         pidfd = os.pidfd_open(owner.pid)
     except ProcessLookupError:
         return True
     except OSError:
-        # The number names a thread now, or descriptors or permission are lacking.
+        # The number belongs to a thread now, or descriptors or permission are lacking.
         return _is_dead_without_pidfd(owner)
     try:
         if _has_exited(pidfd):
             return True
         start_ticks = _start_ticks(_pid_in_proc(pidfd))
-        # Once more: the process may have gone while its files in /proc were read.
+        # Once more: the process may have exited while its files in /proc were read.
         return _has_exited(pidfd) or (start_ticks is not None and start_ticks != owner.start_ticks)
     finally:
         os.close(pidfd)
 
 
 def is_ending(owner: Owner) -> bool:
-    """Return True if the process is known to be on its way out: it exits, or a SIGKILL is pending."""
+    """Return True if the process is known to be ending: it exits, or a SIGKILL is pending."""
     if owner.boot_id8 != read_boot_id8() or owner.pid_namespace != _namespace():
-        return False  # its pid means nothing here
+        return False  # its pid has no meaning here
     if _start_ticks(str(owner.pid)) != owner.start_ticks:
         return False
     try:
@@ -98,8 +98,8 @@ def is_ending(owner: Owner) -> bool:
     return bool(flags & _PF_EXITING) or any(int(mask, 16) & _SIGKILL_BIT for mask in pending)
 
 
-class Vigil:
-    """Asks again and again whether one process is dead. It keeps a descriptor of it: that makes it one system call."""
+class LivenessCheck:
+    """Checks repeatedly whether one process is dead, through a descriptor of it: that makes it one system call."""
 
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
@@ -124,14 +124,14 @@ class Vigil:
 
 
 def _pidfd_of(owner: Owner) -> int | None:
-    """None where it can't be had, or there is any doubt whose it is."""
+    """Return a descriptor of the process; None if it can't be opened, or there is any doubt whose it is."""
     if owner.boot_id8 != read_boot_id8() or owner.pid_namespace != _namespace():
         return None
     try:
         pidfd = os.pidfd_open(owner.pid)
     except OSError:
         return None
-    # From here on the number can't become another process's: what is read now is true of the descriptor.
+    # The number can't become another process's any more: what is read from now on is true of the descriptor.
     if _start_ticks(_pid_in_proc(pidfd)) == owner.start_ticks and not _has_exited(pidfd):
         return pidfd
     os.close(pidfd)
@@ -139,7 +139,7 @@ def _pidfd_of(owner: Owner) -> int | None:
 
 
 def _status_of_zombie(pidfd: int) -> int | None:
-    """Return the wait status from /proc, where it stands until the parent has asked for it."""
+    """Return the wait status from /proc, which has it until the parent has asked for it."""
     try:
         stat = (_PROC / _pid_in_proc(pidfd) / "stat").read_bytes()
     except OSError:
@@ -166,7 +166,8 @@ def read_boot_id8() -> str:
 
 
 def read_boot_id() -> str:
-    """32 hex digits. Read at each call: a restored container sees another machine's. Raises as Owner.current() does."""
+    """Return 32 hex digits. Read at each call: a restored container sees another machine's. Raises as Owner.current()
+    does."""
     try:
         text = BOOT_ID_PATH.read_text(encoding="ascii").strip().replace("-", "")
         int(text, 16)
@@ -176,10 +177,10 @@ def read_boot_id() -> str:
 
 
 def _unread(what: str, found: Exception | str) -> FlashError:
-    """The error for a file of /proc that could not be read or says nothing."""
+    """Return the error for a file of /proc that could not be read or has no such value."""
     message = f"expected {what}, found {found}"
     if isinstance(found, OSError) and found.errno not in _NO_PROC:
-        return StorageError(message)  # may pass, as a lack of descriptors does
+        return StorageError(message)  # may pass, like a lack of descriptors
     return ConfigError(message, hint="mount proc at /proc: flashckpt tells live writers from dead ones with it")
 
 
@@ -191,16 +192,16 @@ def _is_dead_without_pidfd(owner: Owner) -> bool:
     except OSError:
         pass
     if os.readlink(_PROC / "self") != str(os.getpid()):
-        return False  # /proc counts in another pid namespace: this pid is somebody else's there
+        return False  # /proc is of another pid namespace: this pid is another process's there
     start_ticks = _start_ticks(str(owner.pid))
     return start_ticks is not None and start_ticks != owner.start_ticks
 
 
 def _namespace() -> int:
-    """Where pids and start times can be compared.
+    """Return a number of the space in which pids and start times can be compared.
 
-    Usually the inode of the pid namespace. A time namespace shifts start times, so that another one makes
-    a live process look like a reused pid: it is folded in, and counts as "can't know" as well.
+    Usually the inode of the pid namespace. A time namespace shifts start times, so that a live process in another one
+    looks like a reused pid: it is part of the number, so that the comparison means "can't know" as well.
     """
     pid_namespace = (_PROC / "self/ns/pid").stat().st_ino
     try:
@@ -217,7 +218,7 @@ def _has_exited(pidfd: int) -> bool:
 
 
 def find_from_outside(owner: Owner) -> int | None:
-    """The pid, as this process counts, of one in a pid namespace below this one; None where it can't be seen.
+    """Return the pid, as this process counts, of one in a pid namespace below this one; None if it can't be seen.
 
     A host sees the processes of its containers; a container sees neither its host's nor another container's.
     """
@@ -230,7 +231,7 @@ def find_from_outside(owner: Owner) -> int | None:
 
 
 def _is_inner_pid(pid: str, inner: int) -> bool:
-    """Whether the process is in a pid namespace of its own, where it has that other pid."""
+    """Return True if the process is in a pid namespace of its own, where it has that other pid."""
     try:
         lines = (_PROC / pid / "status").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -240,7 +241,7 @@ def _is_inner_pid(pid: str, inner: int) -> bool:
 
 
 def _pid_in_proc(pidfd: int) -> str:
-    # /proc may be mounted from another pid namespace; the descriptor's own record counts as /proc does.
+    # /proc may be mounted from another pid namespace; the descriptor's fdinfo counts as /proc does.
     for line in (_PROC / f"self/fdinfo/{pidfd}").read_text(encoding="ascii").splitlines():
         key, _, value = line.partition(":")
         if key == "Pid":
@@ -257,6 +258,6 @@ def _start_ticks(pid: str) -> int | None:
 
 def _read_start_ticks(pid: str) -> int | None:
     stat = (_PROC / pid / "stat").read_bytes()
-    # The name in parentheses may hold spaces and parentheses; field 22 counts from behind the last one.
+    # The name in parentheses may contain spaces and parentheses; field 22 is counted from the last parenthesis.
     fields = stat[stat.rfind(b")") + 1 :].split()
     return int(fields[19]) if len(fields) > 19 else None

@@ -1,4 +1,4 @@
-"""What this node remembers of persist_dir: the newest step that is known to lie there, and where that is.
+"""Keeps the newest step that is known to lie in persist_dir, and the path of that directory.
 
 An empty persist_dir is then known to be one that is not mounted, or that somebody emptied.
 """
@@ -25,7 +25,7 @@ _FIELDS = struct.Struct("<QQQQ")
 
 
 def read_persisted(directory: Directory) -> tuple[str, Generation] | None:
-    """(persist_dir, generation); None where there is none, or none that can be believed."""
+    """Return (persist_dir, generation); None if there is none, or none that can be trusted."""
     try:
         payload = read_framed(directory, _NAME, _MAGIC)
         if payload is None:
@@ -45,5 +45,5 @@ def write_persisted(directory: Directory, persist_dir: str, generation: Generati
 
 
 def forget_persisted(directory: Directory) -> bool:
-    """Return whether there was something to forget."""
+    """Forget the generation. Return False if there was none."""
     return directory.remove(None, _NAME)

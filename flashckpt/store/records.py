@@ -1,6 +1,6 @@
-"""The newest commit records that this node has heard of, each a file `record-<generation>`.
+"""Keeps the newest commit records that this node has heard of, each a file `record-<generation>`.
 
-A few are kept: a line may kill the newest ones, and an older one then says what may not go.
+A few are kept: a line may abandon the newest ones, and an older one then says which generations must not be released.
 
 Failpoints: `before_record` · `mid_record` (written, not yet in force) · `after_record`.
 """
@@ -28,11 +28,12 @@ KEPT_RECORDS = 4
 _log = logging.getLogger(__name__)
 _MAGIC = b"FCRECRD1"
 _FIELDS = struct.Struct("<QQQQIId")
-_KEPT = struct.Struct("<QQQQ")  # after the fields, one for each generation that stays
+_KEPT = struct.Struct("<QQQQ")  # after the fields, one per generation that stays
 
 
 def write_record(directory: Directory, record: Record, writer: Owner) -> None:
-    """Keeps the newest ones; those that the line kills go first. Writing one again changes nothing."""
+    """Keep a record, and the newest ones in all; those that the line abandons are removed first. A second write changes
+    nothing."""
     content = frame(_MAGIC, _encode(record), directory.job)
     failpoint("before_record")
     name = record_name(record.generation)
@@ -48,7 +49,8 @@ def write_record(directory: Directory, record: Record, writer: Owner) -> None:
 
 
 def read_records(directory: Directory) -> tuple[Record, ...]:
-    """Newest launch and generation first. What is torn, altered or another job's is left out."""
+    """Return the records, newest launch and generation first. One that is torn, altered or another job's is left
+    out."""
     records = []
     for generation in sorted(_generations(directory), reverse=True):
         name = record_name(generation)
@@ -68,7 +70,7 @@ def read_records(directory: Directory) -> tuple[Record, ...]:
 
 
 def drop_records(directory: Directory, older_than: Generation) -> int:
-    """Removes the records of earlier launches, and of earlier generations of that launch. Returns how many."""
+    """Remove the records of earlier launches, and of earlier generations of that launch. Return how many."""
     old = [generation for generation in _generations(directory) if generation < older_than]
     return sum(directory.remove(None, record_name(generation)) for generation in old)
 

@@ -1,7 +1,7 @@
-"""Renames that do not replace, or that swap.
+"""Renames files without replacing, or swaps them.
 
-`renameat2(RENAME_NOREPLACE)` and not link + unlink: between those two the file has two names and two links,
-so that a crash leaves it in two states at once and every reader that insists on one link refuses it.
+`renameat2(RENAME_NOREPLACE)` and not link + unlink: between those two the file has two names and two links, so that a
+crash leaves it in two states at once and every reader that requires a single link refuses it.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _renameat2 = _load_renameat2()
 
 
 def rename_noreplace(source: str, target: str, *, source_fd: int, target_fd: int) -> None:
-    """As os.rename, but raises FileExistsError where the target exists."""
+    """Rename like os.rename, but raise FileExistsError if the target exists."""
     if _renameat2 is not None:
         if _renameat2(source_fd, os.fsencode(source), target_fd, os.fsencode(target), _RENAME_NOREPLACE) == 0:
             return
         number = ctypes.get_errno()
         if number not in (errno.ENOSYS, errno.EINVAL):
             raise OSError(number, os.strerror(number), source, None, target)
-    # Without the call: names carry a random slot id and their writer, so that only a mistake makes two alike,
-    # and a mistake is not made in the microsecond between the check and the rename.
+    # Without the call: names contain a random slot id and their writer, so that only a mistake makes two alike, and a
+    # mistake does not happen in the microsecond between the check and the rename.
     try:
         os.stat(target, dir_fd=target_fd, follow_symlinks=False)
     except FileNotFoundError:
@@ -46,7 +46,7 @@ def rename_noreplace(source: str, target: str, *, source_fd: int, target_fd: int
 
 
 def rename_exchange(one: str, other: str) -> None:
-    """Swaps what two paths name, in one moment. OSError where the filesystem can't (EINVAL, ENOSYS)."""
+    """Swap what two paths name, in one step. Raise OSError if the filesystem can't (EINVAL, ENOSYS)."""
     number = errno.ENOSYS
     if _renameat2 is not None:
         if _renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:

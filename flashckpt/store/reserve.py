@@ -1,10 +1,10 @@
-"""Files made ahead, so that what must be kept can be written where somebody else has filled the tmpfs.
+"""Creates files in advance, so that what must be kept can be written when others have filled the tmpfs.
 
     reserve/spare ──take──▶ draft ──(written in place)──▶ exchanged with the file that it replaces ──▶ reserve/spare
 
-A spare has its inode and its pages; it changes hands by renaming, so that of two that want one the second looks again.
-The file that is replaced becomes a spare, so that as many are left as before. Only where a new name is written one
-goes, and comes back when an old file is retired.
+A spare has its inode and its pages. It is taken by renaming, so that of two processes that want one the second looks
+again. The file that is replaced becomes a spare, so that as many are left as before. Only a new name uses a spare up;
+retiring an old file brings one back.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from flashckpt.store.directory import Directory, Place
     from flashckpt.store.room import Room
 
-# A session of a thousand nodes takes 100 KiB; credentials take 2 KiB, records and lines less than a page.
+# A session of a thousand nodes needs 100 KiB; credentials need 2 KiB, records and lines less than a page.
 SPARE_BYTES = (256 << 10,) * 2 + (8 << 10,) * 8
-_BLOCK_BYTES = 512  # what st_blocks counts in
+_BLOCK_BYTES = 512  # unit of st_blocks
 
 
 def fill_reserve(directory: Directory, room: Room) -> str:
-    """Makes what is missing. Returns why that is not possible; "" = the reserve is complete.
+    """Create the missing files. Return why that is not possible; "" = the reserve is complete.
 
-    One at a time: the agent, or a trainer that has none.
+    Only one process at a time may call it: the agent, or a trainer that has none.
     """
     if directory.mount.fs_type == "hugetlbfs":
-        return ""  # its files are whole huge pages, set aside for us at boot
+        return ""  # its files consist of huge pages, set aside for us at boot
     directory.make_private(Private.RESERVE)
     spares = [*_spares(directory)]
     sizes = [size for size, _ in spares] + [0] * max(0, len(SPARE_BYTES) - len(spares))
@@ -53,7 +53,7 @@ def fill_reserve(directory: Directory, room: Room) -> str:
 
 
 def take_spare(directory: Directory, place: Place, name: str, size_bytes: int) -> int | None:
-    """Renames the smallest spare that holds `size_bytes`, and returns its descriptor; None where there is none."""
+    """Rename the smallest spare that holds `size_bytes`, and return its descriptor; None if there is none."""
     for have, spare in reversed(_spares(directory)):
         if have >= size_bytes and directory.move(Private.RESERVE, spare, place, name):
             return directory.open_file(place, name, write=True)
@@ -61,15 +61,16 @@ def take_spare(directory: Directory, place: Place, name: str, size_bytes: int) -
 
 
 def give_up_spare(directory: Directory) -> bool:
-    """Removes the smallest spare: its inode is free for something that can't be a plain file. False: there is none."""
+    """Remove the smallest spare: its inode is free for something that can't be a plain file. Return False if there is
+    none."""
     return any(directory.remove(Private.RESERVE, spare) for _, spare in reversed(_spares(directory)))
 
 
 def retire(directory: Directory, place: Place, name: str) -> bool:
-    """Removes a file, or keeps it as a spare where one is missing. False where somebody else was quicker."""
+    """Remove a file, or keep it as a spare if one is missing. Return False if another process was quicker."""
     if len(_spares(directory)) >= len(SPARE_BYTES) or directory.mount.fs_type == "hugetlbfs":
         return directory.remove(place, name)
-    with contextlib.suppress(NotFoundError):  # no reserve was made here
+    with contextlib.suppress(NotFoundError):  # no reserve was created here
         if not directory.move(place, name, Private.RESERVE, spare := _new_name()):
             return False
         _clear(directory, spare)
@@ -78,20 +79,20 @@ def retire(directory: Directory, place: Place, name: str) -> bool:
 
 
 def replace_with_spare(directory: Directory, place: Place, draft: str, name: str) -> None:
-    """Puts a draft that was a spare under `name`. What was there becomes a spare."""
+    """Rename a draft that was a spare to `name`. The file that was there becomes a spare."""
     if directory.stat(place, name) is None:
         directory.replace(place, draft, name)
         return
     try:
         directory.exchange(place, draft, name)
-    except OSError:  # a filesystem that can't
+    except OSError:  # a filesystem that can't swap
         directory.replace(place, draft, name)
         return
     retire(directory, place, draft)
 
 
 def _spares(directory: Directory) -> list[tuple[int, str]]:
-    """(bytes that it has, name), largest first."""
+    """Return (bytes that it has, name) of the spares, largest first."""
     try:
         names = directory.names(Private.RESERVE)
     except NotFoundError:
@@ -108,7 +109,7 @@ def _allocate(directory: Directory, fd: int, size_bytes: int) -> None:
 
 
 def _clear(directory: Directory, spare: str) -> None:
-    """Overwrites it in place: it may have been a key."""
+    """Overwrite the file in place: it may have been a key."""
     with contextlib.suppress(FlashError, OSError):
         fd = directory.open_file(Private.RESERVE, spare, write=True)
         try:

@@ -1,8 +1,8 @@
-"""How much memory there is, and allocating some of it without anybody being killed.
+"""Tells how much memory there is, and allocates some of it without getting any process killed.
 
-tmpfs pages are charged to the memory cgroup of whoever touches them first. At the cgroup's limit even
-`posix_fallocate` ends in an OOM kill instead of ENOSPC, and the victim may be the trainer. So memory is taken
-in small steps with a look at the headroom before each, and a reserve is left for the others.
+tmpfs pages are charged to the memory cgroup of the process that touches them first. At the cgroup's limit even
+`posix_fallocate` ends in an OOM kill instead of ENOSPC, and the victim may be the trainer. So memory is allocated in
+small steps with a check of the headroom before each, and a reserve is left for the others.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 STEP_BYTES = 16 << 20
-# Within four large steps of a limit. The smaller the step, the sooner it is noticed that others grow too.
+# Used within four large steps of a limit. The smaller the step, the sooner it is noticed that others grow too.
 SMALL_STEP_BYTES = 2 << 20
 _RESERVE_BYTES = 32 << 20
 _RESERVE_PERCENT = 2
 _PROC = Path("/proc")
-# v1 says "no limit" with the largest multiple of a page; no machine has that much.
+# v1 reports "no limit" as the largest multiple of a page; no machine has that much.
 _NO_LIMIT = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
 class CgroupRoom:
-    """The tightest memory cgroup above this process."""
+    """The memory cgroup above this process that has the least left."""
 
     path: str
     limit_bytes: int
@@ -45,7 +45,7 @@ class CgroupRoom:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What limits an allocation. None = no such limit."""
+    """The limits of an allocation. None = no such limit."""
 
     fs_type: str
     mount_point: str
@@ -79,9 +79,9 @@ class RoomReader:
 
     def __call__(self) -> Room:
         fs = os.fstatvfs(self._fd)
-        # A total of 0 is how a filesystem without a limit says so.
+        # A filesystem without a limit reports a total of 0.
         total = fs.f_blocks * fs.f_frsize if fs.f_blocks else None
-        # Memory of hugetlbfs comes from a pool set aside at boot: neither cgroup nor MemAvailable know it.
+        # Memory of hugetlbfs comes from a pool set aside at boot, which neither cgroup nor MemAvailable includes.
         pooled = self._mount.fs_type == "hugetlbfs"
         memory_total, memory_available = (None, None) if pooled else read_meminfo(self._proc)
         needs_sum = self._budget_bytes is not None and self._used_bytes is not None
@@ -90,7 +90,7 @@ class RoomReader:
             mount_point=self._mount.mount_point,
             fs_total_bytes=total,
             fs_free_bytes=None if total is None else fs.f_bavail * fs.f_frsize,
-            # hugetlbfs says "no limit" with the largest number, which arrives here as -1.
+            # hugetlbfs reports "no limit" as the largest number, which arrives here as -1.
             fs_free_inodes=fs.f_favail if fs.f_files > 0 else None,
             cgroup=None if pooled else read_cgroup(self._proc),
             memory_total_bytes=memory_total,
@@ -101,7 +101,7 @@ class RoomReader:
 
 
 def check_room(need_bytes: int, room: Room, *, new_files: int = 0) -> str | None:
-    """Why `need_bytes` more can't be had; None where they can. Pure."""
+    """Return why `need_bytes` more can't be allocated; None if they can. Pure."""
     missing = []
     if room.budget_bytes is not None and room.budget_used_bytes + need_bytes > room.budget_bytes:
         missing.append("the memory budget")
@@ -121,7 +121,7 @@ def check_room(need_bytes: int, room: Room, *, new_files: int = 0) -> str | None
 
 
 def describe(need_bytes: int, room: Room) -> str:
-    """The figures behind a decision, for people."""
+    """Return the figures behind a decision, for people."""
     parts = [f"needs {format_bytes(need_bytes)}"]
     if room.fs_free_bytes is not None and room.fs_total_bytes is not None:
         parts.append(
@@ -161,7 +161,7 @@ def no_space(need_bytes: int, room: Room, reason: str, path: str) -> NoSpaceErro
 
 
 def raise_if_full(error: OSError, need_bytes: int, room_reader: Callable[[], Room], path: str) -> None:
-    """NoSpaceError with the figures, where that is what the error is about."""
+    """Raise NoSpaceError with the figures, if the error is about space."""
     if isinstance(error, FlashError) or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
         return
     room = room_reader()
@@ -178,9 +178,9 @@ def allocate(
     path: str = "slot",
     in_hole: bool = False,
 ) -> None:
-    """Gives the file real memory from `start` on, or raises NoSpaceError and leaves it as large as it was.
+    """Give the file real memory from `start` on, or raise NoSpaceError and leave it as large as it was.
 
-    `in_hole`: there is none behind any of it yet, also where the file reaches further.
+    `in_hole`: there is none behind any of it yet, even if the file reaches further.
     """
     size_before = os.fstat(fd).st_size
     backed_bytes = 0 if in_hole else size_before
@@ -190,7 +190,7 @@ def allocate(
         while position < end:
             failpoint("before_allocate" if position == start else "mid_allocate")
             room = room_reader()
-            # All that is still missing, not just the next step: what can't be finished is not begun.
+            # All that is still missing, not just the next step: an allocation that can't be finished is not begun.
             need = max(0, end - max(position, backed_bytes))
             reason = check_room(need, room)
             if reason is not None:
@@ -200,7 +200,7 @@ def allocate(
             position += step
         failpoint("after_allocate")
     except BaseException as error:
-        # Holes that were filled stay filled; only what made the file longer is given back.
+        # Holes that were filled stay filled; only what made the file longer is freed.
         if os.fstat(fd).st_size > size_before:
             os.ftruncate(fd, size_before)
         if isinstance(error, OSError) and error.errno in (
@@ -217,7 +217,7 @@ def allocate(
 
 
 def read_meminfo(proc: Path = _PROC) -> tuple[int | None, int | None]:
-    """MemTotal and MemAvailable in bytes."""
+    """Return MemTotal and MemAvailable in bytes."""
     values: dict[str, int] = {}
     try:
         for line in (proc / "meminfo").read_text(encoding="ascii").splitlines():
@@ -230,7 +230,7 @@ def read_meminfo(proc: Path = _PROC) -> tuple[int | None, int | None]:
 
 
 def read_cgroup(proc: Path = _PROC) -> CgroupRoom | None:
-    """Among this process's memory cgroup and its visible ancestors, the one with the least left."""
+    """Return the memory cgroup with the least left: this process's or one of its visible ancestors."""
     try:
         memberships = (proc / "self/cgroup").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
         mounts = read_mounts(proc)
@@ -243,7 +243,7 @@ def read_cgroup(proc: Path = _PROC) -> CgroupRoom | None:
             v1 = path
         elif hierarchy == "0" and not controllers:
             v2 = path
-    # Where v1 has the memory controller, v2 beside it has not.
+    # If v1 has the memory controller, v2 beside it has not.
     if v1 is not None:
         mount = next((m for m in mounts if m.fs_type == "cgroup" and "memory" in m.options), None)
         return None if mount is None else _tightest(mount, v1, _read_v1)
@@ -277,7 +277,7 @@ def _reserve(limit_bytes: int) -> int:
 
 def _tightest(mount: Mount, path: str, read: Callable[[Path], CgroupRoom | None]) -> CgroupRoom | None:
     top = Path(mount.mount_point)
-    # In a container the mount shows a part of the tree, while the path may count from the host's root.
+    # In a container the mount shows a part of the tree, while the path may be relative to the host's root.
     inside = path
     if mount.root not in ("/", path) and path.startswith(mount.root + "/"):
         inside = path[len(mount.root) :]
@@ -303,7 +303,7 @@ def _read_v1(directory: Path) -> CgroupRoom | None:
 
 
 def _read_v2(directory: Path) -> CgroupRoom | None:
-    # Above memory.high nobody is killed, but every allocation is slowed down until training stands still.
+    # Above memory.high no process is killed, but every allocation is slowed down until training stands still.
     limits = [_number(directory / "memory.max"), _number(directory / "memory.high")]
     limit = min((value for value in limits if value is not None), default=None)
     return _cgroup_room(directory, limit, _number(directory / "memory.current"), "inactive_file")
@@ -316,7 +316,7 @@ def _cgroup_room(directory: Path, limit: int | None, used: int | None, cache_key
 
 
 def _number(path: Path) -> int | None:
-    """None for a file that is not there and for "max"."""
+    """Return the number in a file; None if the file is missing or says "max"."""
     try:
         return int(path.read_text(encoding="ascii"))
     except (OSError, ValueError):

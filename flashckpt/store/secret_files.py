@@ -1,4 +1,4 @@
-"""Keys and certificates of one job on this node: files of mode 0600 in a folder of mode 0700, in memory only."""
+"""Keeps keys and certificates of one job on this node: files of mode 0600 in a folder of mode 0700, in memory only."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def write_secret(directory: Directory, name: str, content: bytes, writer: Owner)
 
 
 def read_secret(directory: Directory, name: str) -> bytes | None:
-    """None where there is none, or a torn one.
+    """Return the secret; None if there is none, or a torn one.
 
-    UnsafeDirectoryError where others could read or have replaced it: a key that may be known is not one to
-    go on with silently.
+    Raise UnsafeDirectoryError if others could read or have replaced it: a key that may be known must not be used
+    silently.
     """
     check_plain_name(name)
     try:
@@ -40,5 +40,5 @@ def read_secret(directory: Directory, name: str) -> bytes | None:
 
 
 def remove_secret(directory: Directory, name: str) -> bool:
-    """False where there was none."""
+    """Remove a secret. Return False if there was none."""
     return directory.remove(Private.TLS, check_plain_name(name))

@@ -1,7 +1,9 @@
-"""What the agent has to know to go on after a restart without the trainers, as bytes that only it understands.
+"""Keeps what the agent needs to continue after a restart without the trainers, as bytes that only the agent
+understands.
 
-One file, replaced as a whole; only the agent writes it, and there is one agent a directory. Beside it the sessions of
-earlier launches that shards are left of, a file `past-<launch>` each: they say who would have what is missing.
+One file, replaced as a whole; only the agent writes it, and there is one agent per directory. Beside it are the
+sessions of earlier launches of which shards are left, a file `past-<launch>` each: they tell which nodes should have a
+missing shard.
 
 Failpoints: `before_session` · `after_session`.
 """
@@ -27,18 +29,18 @@ _MAGIC = b"FCSESSN1"
 
 
 def read_session(directory: Directory) -> bytes | None:
-    """None where there is none, or none that can be believed."""
+    """Return the session; None if there is none, or none that can be trusted."""
     return _read(directory, SESSION_NAME)
 
 
 def read_past(directory: Directory) -> tuple[tuple[Launch, bytes], ...]:
-    """Of earlier launches, newest last; what can't be believed is left out."""
+    """Return the sessions of earlier launches, newest last; one that can't be trusted is left out."""
     found = ((launch, _read(directory, past_name(launch))) for launch in _launches(directory))
     return tuple((launch, payload) for launch, payload in found if payload is not None)
 
 
 def write_past(directory: Directory, launch: Launch, payload: bytes, writer: Owner) -> None:
-    """Keeps the newest few."""
+    """Keep the session of an earlier launch, and the newest few in all."""
     write_aside(directory, past_name(launch), frame(_MAGIC, payload, directory.job), Draft.SESSION, writer)
     for old in _launches(directory)[:-KEPT_PAST]:
         remove_past(directory, old)
@@ -68,6 +70,6 @@ def _read(directory: Directory, name: str) -> bytes | None:
 
 
 def _launches(directory: Directory) -> list[Launch]:
-    """Oldest first."""
+    """Return the launches with a session here, oldest first."""
     found = [launch for name in directory.names(None) if (launch := parse_past_name(name)) is not None]
     return sorted(found, key=lambda launch: (launch.epoch, launch.nonce))

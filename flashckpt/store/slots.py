@@ -1,24 +1,24 @@
-"""Slots on tmpfs: files that are allocated, faulted and mapped once, and then change hands by renaming.
+"""Manages slots on tmpfs: files that are allocated, faulted and mapped once, and then change their owner by renaming.
 
     new ─────────────┐
     pool/ ──claim──▶ writing/ ──seal──▶ sealed/ ──release──▶ writing/ ──▶ pool/
                         └──abandon──▶ pool/        └──quarantine──▶ quarantine/ ──▶ unlinked
 
-Several processes use one directory without locks. A file's directory and name are its whole state, a rename
-changes it in one step, and of two that try the same rename the second gets ENOENT and looks again. The last
-writer stands in the name: a slot goes to another process only when that writer is known to have exited.
+Several processes use one directory without locks. A file's directory and name are its complete state, a rename
+changes it in one step, and of two that try the same rename the second gets ENOENT and looks again. The name contains
+the last writer: another process may have the slot only when that writer is known to have exited.
 Threads of one process may use one store: the same renames decide between them.
 
-Where an agent owns the slots, it grants and releases, and a trainer attaches instead of claiming: the same
-renames, into and out of the trainer's name. Only the agent may call what says so.
+If an agent owns the slots, it grants and releases them, and a trainer attaches instead of claiming: the same
+renames, into and out of the trainer's name. Methods that say so may be called by the agent only.
 
 Failpoints, in the order of a slot's life:
 `after_create` (new file, empty) or `after_take` (out of the pool) · `before_allocate` · `mid_allocate`
 (between two steps) · `after_allocate` · `after_map` · `after_invalidate` (the old preamble is gone) ·
 `after_claim` · `before_abandon` · `after_abandon` · `before_rename_sealed` · `after_rename_sealed` ·
-`before_release` · `mid_release` (out of sealed/, the preamble still whole) · `after_zero_released` ·
-`after_release` · `before_quarantine` · `after_quarantine` · `mid_reclaim`. Those of what
-lies beside the slots are named in grants.py, lines.py, session.py and records.py.
+`before_release` · `mid_release` (out of sealed/, the preamble still intact) · `after_zero_released` ·
+`after_release` · `before_quarantine` · `after_quarantine` · `mid_reclaim`. Those of the
+files beside the slots are named in grants.py, lines.py, session.py and records.py.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _MAX_REMEMBERED_NAMES = 1000
 
 
 class SlotStore(JobFiles):
-    """One process's hand on the memory directory of one job."""
+    """One process's access to the memory directory of one job."""
 
     def __init__(self, directory: Directory, *, budget_bytes: int | None, threads: int) -> None:
         """Use SlotStore.open()."""
@@ -102,9 +102,10 @@ class SlotStore(JobFiles):
         threads: int = 2,
         undo: contextlib.ExitStack | None = None,
     ) -> SlotStore:
-        """`budget_bytes` caps the sum of all slot files of the job on this node; this store stays below it.
+        """Open the store.
 
-        `threads` fault new pages in. `undo` closes the directory, from before there is a store.
+        `budget_bytes` limits the sum of all slot files of the job on this node; this store stays below it. `threads`
+        threads fault new pages in. `undo` closes the directory until there is a store.
         """
         if budget_bytes is not None and budget_bytes <= 0:
             raise ConfigError(f"budget_bytes: expected more than 0, found {budget_bytes}")
@@ -128,9 +129,10 @@ class SlotStore(JobFiles):
         self.close()
 
     def close(self, *, remove_pool: bool = False) -> None:
-        """Own free slots stay, for the next process, unless `remove_pool`. May be called twice.
+        """Close the store. May be called twice.
 
-        In a forked child only the child's descriptors and mappings go; the files are the parent's.
+        Own free slots stay, for the next process, unless `remove_pool`. In a forked child only the child's descriptors
+        and mappings are closed; the files are the parent's.
         """
         if self._closed:
             return
@@ -153,26 +155,29 @@ class SlotStore(JobFiles):
     # -- the life of a slot -------------------------------------------------------------------------------
 
     def claim(self, size_bytes: int) -> Slot:
-        """A slot of exactly that size, in memory and mapped, that nobody else has.
+        """Return a slot of exactly that size, in memory and mapped, that nobody else has.
 
-        An own free slot of that size costs a rename. Else one is resized: an own one, or the closest whose
-        last writer has exited; else a file is made. Free slots are given up before NoSpaceError is raised.
+        An own free slot of that size costs a rename. Otherwise one is resized: an own one, or the closest whose last
+        writer has exited; otherwise a file is created. Free slots are removed before NoSpaceError is raised.
         """
         self._begin_claim(size_bytes)
         return self._map(self._supply.take(size_bytes), size_bytes)
 
     def claim_file(self, size_bytes: int) -> SlotFile:
-        """As claim(), but for writing through a descriptor: nothing is mapped, so this process stays small.
+        """Claim a slot for writing through a descriptor: nothing is mapped, so this process stays small.
 
-        Of any size, since a replica is as long as its shard; on hugetlbfs still of whole pages.
+        Any size is possible, since a replica is as long as its shard; on hugetlbfs only multiples of a page.
         """
         self._begin_claim(size_bytes, multiple_bytes=self.granule_bytes if self._is_paged else 1)
         return self._open(self._supply.take(size_bytes, unmapped=True), size_bytes)
 
     def claim_to_receive(self, size_bytes: int) -> Slot | SlotFile:
-        """For a shard of another node. Memory that was used before is mapped, so that bytes come from the socket right
-        into their place, and stays so for the next one. New memory is written through a descriptor: mapped, each page
-        would be cleared first, which costs more than the detour."""
+        """Claim a slot for a shard of another node.
+
+        Memory that was used before is mapped, so that bytes come from the socket directly into their place, and stays
+        mapped for the next shard. New memory is written through a descriptor: if it were mapped, each page would be
+        cleared first, which costs more than the additional copy.
+        """
         if size_bytes % self.granule_bytes or self._is_paged:
             return self.claim_file(size_bytes)
         self._begin_claim(size_bytes)
@@ -214,8 +219,10 @@ class SlotStore(JobFiles):
         return slot
 
     def prepare(self, size_bytes: int, count: int, on_mapped: Callable[[memoryview], None] | None = None) -> None:
-        """Does the slow part of `count` claims ahead: as many own slots of that size lie ready afterwards. `on_mapped`
-        is called with each, and may keep a view of it."""
+        """Do the slow part of `count` claims in advance: afterwards as many own slots of that size are ready.
+
+        `on_mapped` is called with each, and may keep a view of it.
+        """
         slots: list[Slot] = []
         try:
             for _ in range(count):
@@ -227,18 +234,19 @@ class SlotStore(JobFiles):
                 self.abandon(slot)
 
     def map_free(self, size_bytes: int, on_mapped: Callable[[memoryview], None] | None = None) -> int:
-        """Trainers: maps and faults the free slots of that size that lie ready for this process. Returns how many.
+        """Map and fault the free slots of that size that are ready for this process. Return how many. Called by
+        trainers.
 
-        They stay where they are. Once an agent grants one, attach() finds it mapped. `on_mapped` is called with each
-        that lies ready, and may keep a view of it.
+        The slots stay where they are. Once an agent grants one, attach() finds it mapped. `on_mapped` is called with
+        each that is ready, and may keep a view of it.
         """
         self._check_usable()
         return self._supply.map_free(size_bytes, on_mapped)
 
     def seal(self, slot: Slot | SlotFile, shard: ShardId, tag: int = 0) -> Sealed:
-        """Makes the slot a shard. ConflictError, and the slot stays as it was, where the shard exists.
+        """Make the slot a shard. Raise ConflictError, and leave the slot as it was, if the shard exists.
 
-        `tag` is the caller's, and travels in the name.
+        `tag` is chosen by the caller, and becomes a part of the name.
         """
         self._check_usable()
         self._check_writing(slot)
@@ -251,8 +259,8 @@ class SlotStore(JobFiles):
             if not self._directory.move(SlotState.WRITING, writing_name, SlotState.SEALED, sealed.name):
                 raise self._supply.vanished(slot.slot_id)
             try:
-                # Again, since another process may have sealed the same shard in between. Whoever comes
-                # second sees the first, so that two never stay; if both see each other, both withdraw.
+                # Again, since another process may have sealed the same shard in between. The second one sees the first,
+                # so that two never stay; if both see each other, both withdraw.
                 self._check_only(sealed)
             except ConflictError:
                 self._directory.move(SlotState.SEALED, sealed.name, SlotState.WRITING, writing_name)
@@ -262,7 +270,7 @@ class SlotStore(JobFiles):
         return sealed
 
     def abandon(self, slot: Slot | SlotFile) -> None:
-        """Back into the pool, whatever was written."""
+        """Move a slot back into the pool, whatever was written."""
         self._check_usable()
         self._check_writing(slot)
         with self._leaving(slot):
@@ -271,17 +279,18 @@ class SlotStore(JobFiles):
         failpoint("after_abandon")
 
     def release(self, sealed: Sealed, *, of_others: bool = False) -> bool:
-        """Frees a shard's slot: an own one, or one whose writer has exited.
+        """Free a shard's slot: an own one, or one whose writer has exited.
 
-        False where the writer is another live process, or the shard has gone already. With `of_others` (agents
-        only) a live trainer's goes as well: into the pool under its name, where only grant() to it finds it.
+        Return False if the writer is another live process, or the shard is gone already. With `of_others` (agents only)
+        a live trainer's slot is freed as well: into the pool under its name, where only grant() to that trainer finds
+        it.
         """
         self._check_usable()
         if not of_others and sealed.writer != self._owner and not is_dead(sealed.writer):
             return False
         failpoint("before_release")
-        # By way of writing/, under our name: nobody can take it out of the pool while it still has a valid
-        # preamble, and if we die here it is found as any other slot of a dead writer.
+        # Through writing/, under our name: nobody can take it out of the pool while it still has a valid preamble, and
+        # if we die here it is found like any other slot of a dead writer.
         writing_name = slot_name(sealed.slot_id, self._owner)
         self._supply.taken.add(sealed.slot_id)
         if not self._directory.move(SlotState.SEALED, sealed.name, SlotState.WRITING, writing_name):
@@ -292,9 +301,9 @@ class SlotStore(JobFiles):
             self._supply.erase_preamble(sealed.slot_id)
             failpoint("after_zero_released")
         finally:
-            # It keeps its writer's name: that one may have it mapped or, if it is dead, every process may
-            # claim it. We only wrote through a descriptor that is closed again. With an error too: claim(),
-            # grant() and attach() erase once more.
+            # It keeps its writer's name: the writer may have it mapped or, if it is dead, every process may claim it.
+            # We only wrote through a descriptor that is closed again. This also holds after an error: claim(), grant()
+            # and attach() erase once more.
             pool_name = slot_name(sealed.slot_id, sealed.writer)
             self._directory.move(SlotState.WRITING, writing_name, SlotState.POOL, pool_name)
             self._supply.taken.discard(sealed.slot_id)
@@ -302,7 +311,7 @@ class SlotStore(JobFiles):
         return True
 
     def quarantine(self, sealed: Sealed, reason: str) -> None:
-        """Sets a bad shard aside, any process's. Only renames: its writer may have it mapped."""
+        """Set a damaged shard aside, of whichever process. It is only renamed: its writer may have it mapped."""
         self._check_usable()
         failpoint("before_quarantine")
         if not self._directory.move(SlotState.SEALED, sealed.name, SlotState.QUARANTINE, sealed.name):
@@ -319,7 +328,7 @@ class SlotStore(JobFiles):
             self._directory.remove(SlotState.QUARANTINE, name)
 
     def take_back(self) -> int:
-        """Frees the slots that an exception left claimed, attached or in the middle of a rename. Returns how many.
+        """Free the slots that an exception left claimed, attached or in the middle of a rename. Return how many.
 
         Call it only while no thread of this process claims, writes or releases slots.
         """
@@ -331,7 +340,7 @@ class SlotStore(JobFiles):
         return freed + self._supply.take_back()
 
     def reclaim(self) -> Reclaimed:
-        """Takes back what dead writers were filling, and drops what another boot left."""
+        """Free the slots that dead writers were filling, and remove what another boot left."""
         self._check_usable()
         self._supply.forget_unlinked()
         files = size_bytes = dropped_files = dropped_bytes = 0
@@ -357,29 +366,29 @@ class SlotStore(JobFiles):
         return Reclaimed(files, size_bytes, dropped_files, dropped_bytes)
 
     def trim(self) -> int:
-        """Gives memory back: unlinks free slots that exited processes left and nobody claimed. Returns how many."""
+        """Give memory back: remove free slots that exited processes left and nobody claimed. Return how many."""
         self._check_usable()
         return self._supply.remove_free(own=False)
 
     # -- slots of an agent --------------------------------------------------------------------------------
 
     def grant(self, size_bytes: int, to: Owner) -> int:
-        """Agents only: the id of a slot of exactly that size, in memory, that `to` may attach().
+        """Return the id of a slot of exactly that size, in memory, that `to` may attach(). Called by the agent only.
 
-        One that `to` wrote last costs a rename, and `to` has it mapped. Else one whose last writer has exited, or
-        one of the agent's own, is resized; else a file is made. The agent has none of them mapped to write. Free
-        slots, also those of `to` with other sizes, are given up before NoSpaceError is raised.
+        A slot that `to` wrote last costs a rename, and `to` has it mapped. Otherwise one whose last writer has exited,
+        or one of the agent's own, is resized; otherwise a file is created. The agent has none of them mapped to write.
+        Free slots, also those of `to` with other sizes, are removed before NoSpaceError is raised.
         """
         self._begin_claim(size_bytes)
         return self._grants.grant(size_bytes, to)
 
     def withdraw(self, slot_id: int, to: Owner) -> bool:
-        """Agents only: takes a grant back that `to` has not heard of. False where there is none."""
+        """Take back a grant that `to` has not been told of. Return False if there is none. Called by the agent only."""
         self._check_usable()
         return self._grants.withdraw(slot_id, to)
 
     def prepare_for(self, size_bytes: int, count: int, to: Owner) -> None:
-        """Agents only: afterwards as many free slots of that size lie ready for `to`."""
+        """Reserve `count` free slots of `size_bytes` for `to`. Called by the agent only."""
         granted: list[int] = []
         try:
             granted.extend(self.grant(size_bytes, to) for _ in range(count))
@@ -388,9 +397,10 @@ class SlotStore(JobFiles):
                 self.withdraw(slot_id, to)
 
     def attach(self, slot_id: int, size_bytes: int) -> Slot:
-        """Trainers: the slot that the agent granted to this process, mapped. From then on as if it were claimed.
+        """Map the slot that the agent granted to this process. From then on it is as if it were claimed. Called by
+        trainers.
 
-        Where this process wrote it before, the mapping is still there and nothing is faulted in.
+        If this process wrote the slot before, the mapping is still there and nothing is faulted in.
         """
         self._check_usable()
         self._directory.check_still_ours()
@@ -415,21 +425,22 @@ class SlotStore(JobFiles):
         return slot
 
     def on_unlinked(self, call: Callable[[memoryview], None]) -> None:
-        """Sets a callback that gets the memory of a slot before it is unmapped because its file was removed.
+        """Set a callback that is given the memory of a slot before it is unmapped because its file was removed.
 
         The callback must release its views. Otherwise the memory stays allocated.
         """
         self._supply.on_unlinked = call
 
     def forget_unlinked(self) -> None:
-        """Lets go of the memory of files that others removed: slots that were given up, shards that were set aside."""
+        """Release the memory of files that other processes removed: slots that were given up, shards that were set
+        aside."""
         self._check_usable()
         self._supply.forget_unlinked()
 
     # -- shards -------------------------------------------------------------------------------------------
 
     def scan(self) -> tuple[Sealed, ...]:
-        """All shards, from their names alone. Whether the bytes are whole is the reader's to verify."""
+        """Return all shards, from their names alone. The reader has to verify the bytes."""
         self._check_usable()
         found = []
         for name in self._directory.names(SlotState.SEALED):
@@ -441,11 +452,11 @@ class SlotStore(JobFiles):
         return tuple(found)
 
     def find(self, shard: ShardId) -> Sealed | None:
-        """None where it does not lie here."""
+        """Return the shard; None if it does not lie here."""
         return next((sealed for sealed in self.scan() if sealed.shard == shard), None)
 
     def open_shard(self, sealed: Sealed) -> int:
-        """A descriptor for reading, the caller's to close. The file may be recycled while it is read."""
+        """Return a descriptor for reading, which the caller closes. The file may be recycled while it is read."""
         self._check_usable()
         try:
             return self._directory.open_file(SlotState.SEALED, sealed.name)
@@ -453,25 +464,30 @@ class SlotStore(JobFiles):
             raise shard_gone(sealed) from error
 
     def mapped_shard(self, sealed: Sealed, fd: int) -> memoryview | None:
-        """This process's own mapping of the shard open at `fd`, read-only, the caller's to release; None without one.
+        """Return this process's own mapping of the shard open at `fd`, read-only, for the caller to release; None if
+        there is none.
 
-        Where the process wrote the shard itself, nobody else writes into the slot or cuts it short as long as it
-        lives: to read there is as safe as to read the file, and needs no copy through the kernel.
+        If the process wrote the shard itself, nobody else writes into the slot or shortens it as long as it lives:
+        reading there is as safe as reading the file, and needs no copy through the kernel.
         """
         self._check_usable()
         return self._supply.own_view(sealed.slot_id, os.fstat(fd)) if sealed.writer == self._owner else None
 
     def window(self, sealed: Sealed, fd: int) -> Window | None:
-        """Agents only: of the shard open at `fd`, to send it. It stays mapped for the next generation in its slot. None
-        where it can't be mapped."""
+        """Return a window of the shard open at `fd`, to send it. Called by the agent only.
+
+        It stays mapped for the next generation in its slot. None if it can't be mapped.
+        """
         self._check_usable()
         return self._supply.window(sealed.slot_id, fd)
 
     # -- parts of shards that an agent fetched -------------------------------------------------------------
 
     def create_fetched(self, size_bytes: int) -> FetchedFile:
-        """Agents only: a file as long as a shard, without memory; `FetchedFile.remove` ends it. Free slots are given up
-        before it raises NoSpaceError."""
+        """Create a file as long as a shard, without memory; `FetchedFile.remove` ends it. Called by the agent only.
+
+        Free slots are removed before NoSpaceError is raised.
+        """
         self._check_usable()
         self._directory.check_still_ours()
         return FetchedFile(
@@ -479,17 +495,19 @@ class SlotStore(JobFiles):
         )
 
     def open_fetched(self, name: str) -> int:
-        """A descriptor for reading, the caller's to close. NotFoundError where the load that needed it has ended."""
+        """Return a descriptor for reading, which the caller closes. Raise NotFoundError if the load that needed the
+        file has ended."""
         self._check_usable()
         return fetched.open_fetched(self._directory, name)
 
     def empty_fetched(self) -> int:
-        """Agents only, at their start: what a predecessor left goes. Returns how many files."""
+        """Remove the fetched files of an earlier agent, and return their number. Called by the agent only, at its
+        start."""
         self._check_usable()
         return fetched.empty_fetched(self._directory)
 
     def highest_epoch(self) -> int:
-        """That a line, a record or a shard here knows of; 0 if none."""
+        """Return the highest epoch of a line, a record or a shard here; 0 if there is none."""
         known = [line.head.epoch for line in self.read_lines()]
         known += [record.generation.epoch for record in self.read_records()]
         return max([0, *known, *(sealed.shard.generation.epoch for sealed in self.scan())])
@@ -498,12 +516,12 @@ class SlotStore(JobFiles):
 
     @property
     def directory_id(self) -> str:
-        """The same for all processes that share this directory, and for no others."""
+        """A name that is the same for all processes that share this directory, and for no others."""
         self._check_usable()
         return self._directory.identity()
 
     def check_budget(self, total_bytes: int) -> None:
-        """Raises NoSpaceError where the directory can't ever hold slots of that size in all.
+        """Raise NoSpaceError if the directory can never hold slots of that size in all.
 
         Slots that are there already count: they will be recycled.
         """
@@ -528,7 +546,8 @@ class SlotStore(JobFiles):
         )
 
     def check(self) -> list[str]:
-        """What should never be, in words; empty when all is well. Meant for a quiet moment."""
+        """Return what should never be, as text; empty if all is well. Call it while nothing else changes the
+        directory."""
         self._check_usable()
         held = {slot_name(slot_id, self._owner) for slot_id in self._writing}
         return audit.find_problems(self._directory, held_by_us=held)
@@ -556,7 +575,7 @@ class SlotStore(JobFiles):
 
     @contextlib.contextmanager
     def _leaving(self, slot: Slot | SlotFile) -> Iterator[None]:
-        """Gives up the slot, unless the block raises.
+        """Forget the slot as this process's, unless the block raises.
 
         Before its rename and not after: another thread may have claimed it again by then.
         """
@@ -589,7 +608,7 @@ class SlotStore(JobFiles):
         return known[owner]
 
     def _droppable(self) -> list[tuple[Place, str, Owner]]:
-        """What is not worth keeping beyond a reboot, and drafts of small files."""
+        """Return files that are useless after a reboot, and drafts of small files."""
         found: list[tuple[Place, str, Owner]] = []
         for name in self._directory.names(SlotState.POOL):
             slot = parse_slot_name(name)

@@ -1,4 +1,5 @@
-"""Small checksummed files beside the slots: written aside, then renamed, so that a reader finds all of one or none.
+"""Writes small checksummed files beside the slots: written aside, then renamed, so that a reader finds one complete or
+not at all.
 
 Their digest covers the job's name: a file that was copied from another job's directory does not fit.
 """
@@ -38,9 +39,9 @@ def write_aside(
     place: Place = None,
     pass_failpoint: str | None = None,
 ) -> None:
-    """Puts `content` under `name`, over what was there. `pass_failpoint` lies between the two halves.
+    """Write `content` under `name`, in place of what was there. `pass_failpoint` lies between the two halves.
 
-    Where there is no room a file of the reserve is used, if there is one.
+    If there is no room, a file of the reserve is used, if there is one.
     """
     draft = draft_name(kind, writer, secrets.randbits(64))
     is_spare = _write_draft(directory, place, draft, content)
@@ -57,7 +58,7 @@ def write_aside(
 
 
 def _write_draft(directory: Directory, place: Place, draft: str, content: bytes) -> bool:
-    """Returns whether it had to be a file of the reserve."""
+    """Write a draft. Return True if a file of the reserve was needed."""
     try:
         fd = directory.create_file(place, draft)
         try:
@@ -77,7 +78,7 @@ def _write_draft(directory: Directory, place: Place, draft: str, content: bytes)
 
 
 def _overwrite(fd: int, content: bytes) -> None:
-    """Closes it."""
+    """Overwrite the file, and close it."""
     try:
         os.pwrite(fd, content, 0)
         os.ftruncate(fd, len(content))
@@ -86,9 +87,9 @@ def _overwrite(fd: int, content: bytes) -> None:
 
 
 def read_small(directory: Directory, name: str, max_bytes: int, *, place: Place = None) -> bytes:
-    """At most one byte more than `max_bytes`, which tells the caller that it is too long.
+    """Return the file's bytes: at most one more than `max_bytes`, which tells the caller that it is too long.
 
-    FileNotFoundError where it has gone, UnsafeDirectoryError where it is not a plain file of ours.
+    Raise FileNotFoundError if the file is gone, UnsafeDirectoryError if it is not a plain file of ours.
     """
     fd = directory.open_file(place, name)
     with open(fd, "rb") as file:
@@ -96,7 +97,7 @@ def read_small(directory: Directory, name: str, max_bytes: int, *, place: Place 
 
 
 def is_paged(directory: Directory) -> bool:
-    """hugetlbfs knows no write(), and its files are whole pages."""
+    """Return True for hugetlbfs, which has no write(), and whose files are multiples of a page."""
     return directory.mount.fs_type == "hugetlbfs"
 
 
@@ -106,7 +107,7 @@ def digest(content: bytes, job: str) -> bytes:
 
 
 def frame(magic: bytes, payload: bytes, job: str) -> bytes:
-    """A payload of any length, so that it can be found again in a file of whole pages."""
+    """Frame a payload of any length, so that it can be found again in a file of complete pages."""
     if len(payload) > MAX_PAYLOAD_BYTES:
         raise ConfigError(f"{magic.decode()}: expected at most {MAX_PAYLOAD_BYTES} bytes, found {len(payload)}")
     content = _FRAME.pack(magic, len(payload)) + payload
@@ -114,7 +115,7 @@ def frame(magic: bytes, payload: bytes, job: str) -> bytes:
 
 
 def unframe(magic: bytes, content: bytes, job: str, *, paged: bool) -> bytes | None:
-    """None where the bytes are torn, altered or another job's."""
+    """Return the payload; None if the bytes are torn, altered or another job's."""
     if len(content) < _FRAME.size + DIGEST_BYTES:
         return None
     found, length = _FRAME.unpack_from(content)
@@ -126,7 +127,7 @@ def unframe(magic: bytes, content: bytes, job: str, *, paged: bool) -> bytes | N
 
 
 def read_framed(directory: Directory, name: str, magic: bytes, *, place: Place = None) -> bytes | None:
-    """As read_small() and unframe()."""
+    """Read a file like read_small(), and return its payload like unframe()."""
     content = read_small(directory, name, _FRAME.size + MAX_PAYLOAD_BYTES + DIGEST_BYTES, place=place)
     return unframe(magic, content, directory.job, paged=is_paged(directory))
 

@@ -1,7 +1,7 @@
-"""How a file comes into `writing/` with memory, mapping and an empty preamble, and how it leaves.
+"""Moves files into `writing/` with memory, mapping and an empty preamble, and out of it.
 
-Whoever wins the rename into `writing/` has the slot for itself, against other processes and other threads
-alike; only then its mapping in this process is touched.
+The process and thread that wins the rename into `writing/` has the slot for itself; only then is its mapping in this
+process touched.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _GRANULE_BYTES = 64 << 10
-# Nothing of the format lies before its preamble, which fits in here: zeroed, the file is no shard any more.
+# Nothing of the format lies before its preamble, which fits in here: once this is zeroed, the file is no shard any
+# more.
 _PREAMBLE_BYTES = 64
-# So often is the pool looked at again after a lost race, before a new file is made: memory that a neighbour is
-# about to give back should not be allocated twice.
+# After a lost race the pool is looked at again so often before a new file is created: memory that a neighbour is about
+# to free should not be allocated twice.
 _LOOKS = 16
 
 
@@ -59,8 +60,8 @@ class Free:
 
 class _Outcome(enum.Enum):
     TAKEN = enum.auto()
-    GONE = enum.auto()  # somebody was quicker
-    IN_USE = enum.auto()  # our own mapping of it would have to go, and can't
+    GONE = enum.auto()  # another process was quicker
+    IN_USE = enum.auto()  # our own mapping of it would have to be closed, and can't be
 
 
 class Supply:
@@ -84,14 +85,14 @@ class Supply:
         self._threads = threads
         self._on_foreign_name = on_foreign_name
         self._mappings: dict[int, Mapping] = {}
-        # Slots that we may have left in writing/: noted before each rename into it, and dropped after each rename
-        # out of it, so that slots which an exception leaves there are found.
+        # Slots that we may have left in writing/: noted before each rename into it, and dropped after each rename out
+        # of it, so that slots which an exception leaves there are found.
         self.taken: set[int] = set()
         self._windows = Windows()
         self.on_unlinked: Callable[[memoryview], None] | None = None  # see SlotStore.on_unlinked
 
     def take(self, size_bytes: int, *, unmapped: bool = False) -> Taken:
-        """The best free slot, of whatever size, or a new file. `unmapped`: one that this process has not mapped."""
+        """Take the best free slot, of any size, or a new file. `unmapped`: one that this process has not mapped."""
 
         def preference(candidate: Free) -> tuple[bool, bool, int]:
             own = candidate.writer == self._owner
@@ -122,13 +123,13 @@ class Supply:
         return taken
 
     def fit(self, slot_id: int, size_bytes: int) -> Mapping:
-        """Gives a taken slot exactly that size, memory, a mapping and an empty preamble."""
+        """Give a taken slot exactly that size, memory, a mapping and an empty preamble."""
         fd = self._open_taken(slot_id)
         try:
             found = os.fstat(fd)
             mapping = self._fitting(slot_id, found, size_bytes)
             if mapping is None:
-                # Another store of this process may have resized the file: nobody may use the old mapping again.
+                # Another store of this process may have resized the file: the old mapping must not be used again.
                 self.drop_mapping(slot_id)
                 self._resize(fd, found, size_bytes, slot_id, spare=None)
         except BaseException:
@@ -137,12 +138,15 @@ class Supply:
         return self._ready(fd, slot_id, size_bytes, mapping)
 
     def is_made(self, slot_id: int, size_bytes: int) -> bool:
-        """Whether a taken slot has that size already, with memory behind all of it."""
+        """Return True if a taken slot has that size already, with memory behind all of it."""
         found = self._directory.stat(SlotState.WRITING, self._name(slot_id))
         return found is not None and found.st_size == size_bytes and not self.has_holes(found)
 
     def fit_file(self, slot_id: int, size_bytes: int, *, spare: Owner | None = None) -> int:
-        """As fit(), but a descriptor and no mapping. `spare`: whose free slots may be given up for it too."""
+        """Prepare a taken slot like fit(), but return a descriptor without a mapping.
+
+        `spare`: the process whose free slots may also be removed to make room.
+        """
         fd = self._open_taken(slot_id)
         try:
             self.drop_mapping(slot_id)
@@ -155,7 +159,7 @@ class Supply:
         return fd
 
     def attach(self, slot_id: int, size_bytes: int) -> Mapping:
-        """Maps a slot that was granted to this process, and empties its preamble. Its size is never changed."""
+        """Map a slot that was granted to this process, and empty its preamble. Its size is never changed."""
         try:
             fd = self._directory.open_file(SlotState.WRITING, self._name(slot_id), write=True)
         except FileNotFoundError as error:
@@ -186,8 +190,10 @@ class Supply:
         return self._ready(fd, slot_id, size_bytes, mapping)
 
     def map_free(self, size_bytes: int, on_mapped: Callable[[memoryview], None] | None = None) -> int:
-        """Maps our free slots of that size that are not mapped yet; nobody resizes them while we live. `on_mapped` is
-        called with each, the mapped ones included, and may keep a view."""
+        """Map our free slots of that size that are not mapped yet; nobody resizes them while we live.
+
+        `on_mapped` is called with each, also with those mapped before, and may keep a view.
+        """
         free, _ = self.free_slots(self._owner.__eq__)
         mapped = 0
         for one in free:
@@ -202,7 +208,7 @@ class Supply:
             try:
                 fd = self._directory.open_file(SlotState.POOL, one.name, write=True)
             except FileNotFoundError:
-                continue  # granted or given up meanwhile
+                continue  # granted or removed meanwhile
             try:
                 found = os.fstat(fd)
                 if found.st_size != size_bytes or self.has_holes(found):
@@ -221,15 +227,15 @@ class Supply:
         return mapped
 
     def own_view(self, slot_id: int, found: os.stat_result) -> memoryview | None:
-        """Of the mapping that this process has of the file; it stays while the view does."""
+        """Return a view of this process's mapping of the file; the mapping stays while the view does."""
         mapping = self._fitting(slot_id, found, found.st_size)
         return None if mapping is None else mapping.view().toreadonly()
 
     def window(self, slot_id: int, fd: int) -> Window | None:
-        """Of the file open at `fd`, to send it; None where it can't be mapped."""
+        """Return a window of the file open at `fd`, to send it; None if it can't be mapped."""
         found = os.fstat(fd)
         if self.has_holes(found):
-            return None  # to read one takes memory that nobody has counted
+            return None  # reading one allocates memory that nobody has counted
         mapping = self._fitting(slot_id, found, found.st_size)
         if mapping is None:
             return self._windows.of(slot_id, fd, found)
@@ -237,14 +243,14 @@ class Supply:
         return Window(mapping, is_faulted=True)
 
     def put_back(self, taken: Taken) -> None:
-        """Undoes take(): a new file goes, another slot returns to the pool."""
+        """Undo take(): a new file is removed, another slot returns to the pool."""
         name = self._name(taken.slot_id)
         if taken.last_writer is None:
             self.drop_mapping(taken.slot_id)
             self._directory.remove(SlotState.WRITING, name)
             self.taken.discard(taken.slot_id)
             return
-        # What we have not mapped we can't write any more: others may go on claiming it as the dead writer's.
+        # A slot that we have not mapped we can't write any more: others may claim it as the dead writer's.
         ours = taken.slot_id in self._mappings
         writer = self._owner if ours else taken.last_writer
         if not self._directory.move(SlotState.WRITING, name, SlotState.POOL, slot_name(taken.slot_id, writer)):
@@ -252,7 +258,8 @@ class Supply:
         self.taken.discard(taken.slot_id)
 
     def take_back(self) -> int:
-        """Frees slots that exceptions left in writing/. Call it only while no thread uses it. Returns how many."""
+        """Free slots that exceptions left in writing/. Return how many. Call it only while no thread uses this
+        object."""
         freed = 0
         for slot_id in list(self.taken):
             name = self._name(slot_id)
@@ -261,7 +268,7 @@ class Supply:
         return freed
 
     def erase_preamble(self, slot_id: int) -> None:
-        """Makes a taken slot's file no shard any more."""
+        """Erase the preamble of a taken slot, so that its file is no shard any more."""
         fd = self._directory.open_file(SlotState.WRITING, self._name(slot_id), write=True)
         try:
             self._erase(fd)
@@ -269,7 +276,7 @@ class Supply:
             os.close(fd)
 
     def remove_free(self, *, own: bool) -> int:
-        """Unlinks free slots: our own, or those that exited processes left. Returns how many."""
+        """Remove free slots: our own, or those that exited processes left. Return how many."""
         candidates, _ = self._claimable()
         chosen = [candidate for candidate in candidates if (candidate.writer == self._owner) == own]
         removed = sum(self._directory.remove(SlotState.POOL, candidate.name) for candidate in chosen)
@@ -277,7 +284,7 @@ class Supply:
         return removed
 
     def forget_unlinked(self) -> None:
-        """Others may have quarantined and dropped our shards; a mapping would keep their memory."""
+        """Close the mappings of shards that others have quarantined and removed: a mapping would keep their memory."""
         for slot_id, mapping in list(self._mappings.items()):
             if not mapping.is_unlinked():
                 continue
@@ -308,11 +315,11 @@ class Supply:
         )
 
     def raise_if_full(self, error: OSError, need_bytes: int) -> None:
-        """NoSpaceError with the figures, where that is what the error is about."""
+        """Raise NoSpaceError with the figures, if the error is about space."""
         raise_if_full(error, need_bytes, self._room, str(self._directory.path))
 
     def free_slots(self, wanted: Callable[[Owner], bool]) -> tuple[list[Free], bool]:
-        """Those in the pool whose last writer is wanted; and whether one went meanwhile."""
+        """Return the slots in the pool whose last writer is wanted; and whether one vanished meanwhile."""
         raced = False
         found = []
         for name in self._directory.names(SlotState.POOL):
@@ -330,9 +337,10 @@ class Supply:
         return found, raced
 
     def unlink_one(self, writer: Owner) -> bool:
-        """Gives up the largest free slot of a live process; False where there is none.
+        """Remove the largest free slot of a live process. Return False if there is none.
 
-        Its mapping keeps its pages until it notices (forget_unlinked), but it can't be cut short under it.
+        Its mapping keeps the pages until the process notices (forget_unlinked), but the file can't be shortened under
+        it.
         """
         free, _ = self.free_slots(writer.__eq__)
         free.sort(key=lambda one: -one.size_bytes)
@@ -341,7 +349,7 @@ class Supply:
         return removed
 
     def has_holes(self, found: os.stat_result) -> bool:
-        # A hole would be a SIGBUS once the filesystem is full. ramfs does not count blocks, nor fill up.
+        # A hole would cause a SIGBUS once the filesystem is full. ramfs neither counts blocks nor fills up.
         return self._directory.mount.fs_type != "ramfs" and found.st_blocks * 512 < found.st_size
 
     def _name(self, slot_id: int) -> str:
@@ -355,11 +363,11 @@ class Supply:
             raise
 
     def _claimable(self) -> tuple[list[Free], bool]:
-        """Free slots of this process and of processes that have exited; and whether one went meanwhile."""
+        """Return free slots of this process and of processes that have exited; and whether one vanished meanwhile."""
         known: dict[Owner, bool] = {self._owner: True}
 
         def may_be_taken(writer: Owner) -> bool:
-            # A live process may have the slot mapped still, and wake up.
+            # A live process may still have the slot mapped, and wake up.
             if writer not in known:
                 known[writer] = is_dead(writer)
             return known[writer]
@@ -379,7 +387,7 @@ class Supply:
         return mapping
 
     def _ready(self, fd: int, slot_id: int, size_bytes: int, mapping: Mapping | None) -> Mapping:
-        """Takes the descriptor over."""
+        """Prepare a mapping of a taken slot. Takes over the descriptor."""
         if mapping is not None:
             os.close(fd)
             _zero(mapping)
@@ -403,7 +411,7 @@ class Supply:
         if os.fstat(fd).st_size < _PREAMBLE_BYTES:
             return
         if self._directory.mount.fs_type == "hugetlbfs":
-            # It knows no write(). A file that has a size has a whole first page.
+            # It has no write(). A file that has a size has a complete first page.
             write_pages(fd, 0, memoryview(bytes(_PREAMBLE_BYTES)), self._huge_page_bytes)
         else:
             os.pwrite(fd, bytes(_PREAMBLE_BYTES), 0)
@@ -420,7 +428,7 @@ class Supply:
         if mapping.close():
             del self._mappings[candidate.slot_id]
             return _Outcome.TAKEN
-        # Somebody still holds a buffer over it. Cut short, that buffer would be a SIGBUS.
+        # A buffer over it is still in use. If the file were shortened, touching that buffer would be a SIGBUS.
         self._directory.move(SlotState.WRITING, writing_name, SlotState.POOL, candidate.name)
         self.taken.discard(candidate.slot_id)
         return _Outcome.IN_USE
@@ -440,7 +448,7 @@ class Supply:
                 return
 
     def give_up_one(self) -> bool:
-        """Unlinks a free slot to make room; False where there is none."""
+        """Remove a free slot to make room. Return False if there is none."""
 
         def preference(candidate: Free) -> tuple[bool, int]:
             return candidate.writer == self._owner, -candidate.size_bytes

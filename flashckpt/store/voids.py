@@ -1,7 +1,7 @@
-"""Marks of a rank that it will not complete a generation, for the other ranks of the node.
+"""Keeps a rank's marks that it will not complete a generation, for the other ranks of the node.
 
-Empty files, so that they can be made on a full filesystem: that is when saves fail. A mark lasts while shards
-of its generation lie here, or its writer may still be followed by slower ranks.
+Marks are empty files, so that they can be created on a full filesystem: that is when saves fail. A mark lasts while
+shards of its generation lie here, or slower ranks may still follow its writer.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _log = logging.getLogger(__name__)
 
 
 def mark_void(directory: Directory, generation: Generation, writer: Owner) -> None:
-    """Never raises for want of inodes: it is called where a save has failed already."""
-    # Generations that this launch has left behind are told from its later ones; their marks may go.
+    """Mark a generation. Never raises for lack of inodes: it is called when a save has failed already."""
+    # Generations that this launch has passed are recognized by its later ones; their marks can be removed.
     _drop(directory, lambda old, _: old[:2] == generation[:2] and old.seq < generation.seq)
     try:
         os.close(directory.create_file(None, void_name(generation, writer)))
@@ -43,12 +43,13 @@ def read_voids(directory: Directory) -> frozenset[Generation]:
 
 
 def drop_stale(directory: Directory, is_dead: Callable[[Owner], bool]) -> int:
-    """Removes marks of dead writers; returns how many."""
+    """Remove the marks of dead writers. Return how many."""
     return _drop(directory, lambda _, writer: is_dead(writer))
 
 
 def _drop(directory: Directory, condition: Callable[[Generation, Owner], bool]) -> int:
-    """Only marks of which no shard is left: without its mark, a shard would be waited for again."""
+    """Remove marks, but only if no shard of their generation is left: without its mark, a shard would be waited for
+    again."""
     marks = [(name, found) for name in directory.names(None) if (found := parse_void_name(name)) is not None]
     if not marks:
         return 0

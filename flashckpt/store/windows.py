@@ -1,4 +1,4 @@
-"""Mappings through which only the kernel reads: what is sent of a shard.
+"""Maps shards to send them: only the kernel reads through these mappings.
 
 To map a GiB of small pages and to unmap it again takes a third of the time it takes to send it. A slot's file stays the
 same from generation to generation, and so do its window here and the pages in it.
@@ -15,7 +15,7 @@ _STEP_BYTES = 1 << 20
 
 
 class Window:
-    """One file's. Threads may share it."""
+    """The mapping of one file. Threads may share it."""
 
     __slots__ = ("_faulted", "_map")
 
@@ -24,14 +24,16 @@ class Window:
         self._faulted = bytearray(b"\1" if is_faulted else b"\0") * -(-mapping.size_bytes // _STEP_BYTES)
 
     def view_of(self, start: int, length: int) -> memoryview | None:
-        """For whoever sends these bytes unread; the caller's to release. None where they are not to be had here.
+        """Return a view of these bytes, to be sent unread; the caller releases it. None if the file has been closed or
+        shortened.
 
-        SAFETY: nobody but the kernel may touch it. A file that was cut short gives it an error, others a signal.
+        SAFETY: only the kernel may touch it. If the file was shortened, the kernel reports an error, any other reader
+        gets a signal.
         """
         try:
             with self._map.view() as whole:
                 view = whole[start : start + length]
-        except ValueError:  # closed, since its slot went
+        except ValueError:  # closed, because its slot was removed
             return None
         if start < 0 or len(view) != length:
             view.release()
@@ -41,8 +43,8 @@ class Window:
         return view
 
     def _fault(self, first: int, end: int) -> None:
-        # At once: faulted one by one by the kernel's copy, pages cost a third of the time. Asked for again they would
-        # still cost a tenth.
+        # All at once: faulted one by one by the kernel's copy, pages cost a third of the time. Faulting them once more
+        # would still cost a tenth.
         while (at := self._faulted.find(0, first, end)) >= 0:
             stop = self._faulted.find(1, at, end)
             stop = end if stop < 0 else stop
@@ -56,32 +58,32 @@ class Window:
         return self._map.is_unlinked()
 
     def close(self) -> None:
-        """What is being sent is sent. May be called again."""
+        """Close the window. Bytes that are being sent are sent to the end. May be called again."""
         self._map.forget()
 
 
 class Windows:
-    """Of one process, by slot."""
+    """The windows of one process, by slot."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._open: dict[int, Window] = {}
 
     def of(self, slot_id: int, fd: int, found: os.stat_result) -> Window | None:
-        """Stays open. None: the file can't be mapped."""
+        """Return the window of a file; it stays open. None: the file can't be mapped."""
         with self._lock:
             window = self._open.get(slot_id)
             if window is not None and window.fits(found):
                 return window
             self._close(slot_id)
             window = open_window(fd)
-            # One that was removed since it was opened is not kept: nobody would close it.
+            # A window whose file was removed since it was opened is not kept: nobody would close it.
             if window is not None and not window.is_unlinked():
                 self._open[slot_id] = window
             return window
 
     def forget_unlinked(self) -> None:
-        """A window would keep the memory of a file that was removed."""
+        """Close the windows of removed files, whose memory they would keep."""
         if not self._open:  # as in all trainers, which may be forked or interrupted while they hold a lock
             return
         with self._lock:
@@ -106,7 +108,7 @@ class Windows:
 
 
 def open_window(fd: int) -> Window | None:
-    """Of a file as long as it is now. The descriptor stays the caller's. None: it can't be mapped."""
+    """Map a file at its present size. The caller keeps the descriptor. None: it can't be mapped."""
     own = -1
     try:
         own = os.dup(fd)

@@ -459,7 +459,7 @@ def test_nobody_comes_in_without_a_ticket_and_none_is_good_twice(world, outgoing
 
 @pytest.mark.parametrize("policy", ["tcp"], indirect=True)
 def test_strangers_that_say_nothing_are_few_and_shown_out(world, outgoing, monkeypatch):
-    monkeypatch.setattr("flashckpt.move.transports.tcp.listener._KNOCK_SECONDS", 1.0)
+    monkeypatch.setattr("flashckpt.move.transports.tcp.listener._TICKET_SECONDS", 1.0)
     strangers = [socket.create_connection(("127.0.0.1", world.lanes.port), WAIT) for _ in range(100)]
     try:
         deadline = time.monotonic() + WAIT
@@ -489,7 +489,7 @@ def is_open(connection):
 @pytest.mark.parametrize("policy", ["tcp", "tls"], indirect=True)
 def test_strangers_that_drip_keep_nobody_out_and_are_shown_out(world, outgoing, monkeypatch):
     """From the member's own address and from others: a byte now and then does not prolong the time to show a ticket."""
-    monkeypatch.setattr("flashckpt.move.transports.tcp.listener._KNOCK_SECONDS", 2.0)
+    monkeypatch.setattr("flashckpt.move.transports.tcp.listener._TICKET_SECONDS", 2.0)
     sources = [f"127.0.0.{1 + index % 6}" for index in range(90)]
     strangers = [connect_from(source, world.lanes.port) for source in sources]
     began = time.monotonic()

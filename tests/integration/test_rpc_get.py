@@ -261,7 +261,7 @@ def test_reads_are_counted_for_each_node(serve, connect, api):
         wait.wait(0.01)
     refused = client.get(asking(shard, (0, 3)), Taken())
     assert refused.retry
-    assert "at most 1 reads of a node" in refused.reason
+    assert "at most 1 reads per node" in refused.reason
     gate.set()
     thread.join(WAIT)
     assert done == [None]

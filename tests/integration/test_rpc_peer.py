@@ -134,7 +134,7 @@ def test_a_message_for_another_node_does_not_get_through_tls(server, bundles, ap
             lambda: client.hello(hello("a"), WAIT),
             lambda: client.put(Shard.make().opening("a"), Shard.make()),
         ):
-            with pytest.raises(DeniedError, match=r"node 'c' at .* expected to be let in"):
+            with pytest.raises(DeniedError, match=r"node 'c' at .* expected to be accepted"):
                 call()
     assert api.calls == []
 

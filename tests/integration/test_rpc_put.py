@@ -477,7 +477,7 @@ def test_streams_are_counted_for_each_node_and_for_all(serve, connect, api, stre
     opened = stream(address)
     opened.send(opening_message(Shard.make(rank=2)))
     assert opened.answer().WhichOneof("part") == "ready"
-    for name, reason in (("a", "at most 2 pushes of a node"), ("c", "at most 3 pushes at a time")):
+    for name, reason in (("a", "at most 2 pushes per node"), ("c", "at most 3 pushes at a time")):
         more = stream(address, name)
         more.send(opening_message(Shard.make(rank=3), name))
         refused = more.answer().refused

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashckpt.protocol.survival import survival
-from flashckpt.protocol.verdict import Noted, Peer, PeerState, Safety, View, Word, judge, news
+from flashckpt.protocol.verdict import HealerWord, Noted, Peer, PeerState, Safety, View, judge, news
 from flashckpt.protocol.wire import Health
 from flashckpt.types import Generation
 
@@ -62,7 +62,9 @@ def situations(draw):
         missing = draw(st.sets(st.sampled_from(sorted(set(NODES) - live)))) if live != set(NODES) else set()
         counted = {rank: nodes - missing for rank, nodes in truth.items()}
         age = draw(st.floats(0, 30))
-        word = Word(health(counted, world, sorted(missing), generation), 100.0 - age, draw(st.sampled_from(NODES)))
+        word = HealerWord(
+            health(counted, world, sorted(missing), generation), 100.0 - age, draw(st.sampled_from(NODES))
+        )
     view = View(
         node_id=me,
         kept=KEPT,
@@ -136,7 +138,7 @@ def lonely(state, held, word=None):
 
 def test_the_last_of_three_nodes():
     everywhere = {0: {"g0", "g1"}, 1: {"g1", "g2"}, 2: {"g2", "g0"}}
-    word = Word(health(everywhere, 3), 97.0, "g0")
+    word = HealerWord(health(everywhere, 3), 97.0, "g0")
     verdict, reason = judge(lonely(PeerState.UP, {1, 2}, word), 100.0)
     assert (verdict.safety, verdict.source) == (Safety.SAFE, "g0")
     assert verdict.words.startswith("any 1 node; not g0 together with g1; ")
@@ -158,7 +160,9 @@ def log():
     def feed(peers, holders=None, world=3):
         verdict = None
         if holders is not None:
-            word = Word(health(holders, world, [n for n, p in peers.items() if p.state is PeerState.DOWN]), 0.0, "g0")
+            word = HealerWord(
+                health(holders, world, [n for n, p in peers.items() if p.state is PeerState.DOWN]), 0.0, "g0"
+            )
             domains = dict.fromkeys(("g0", *peers), "")
             view = View("g0", KEPT, True, 2, world, domains, peers, {"g0": frozenset()}, word, PATIENCE)
             verdict, _ = judge(view, 0.0)

@@ -503,7 +503,7 @@ def _state_of(core: AgentCore) -> tuple[object, ...]:
         frozenset(core.held),
         frozenset(core.voids),
         {shard: frozenset(nodes) for shard, nodes in core.acks.items() if nodes},
-        tuple(g for g in core.committing.ballot.generations if core.reported(g)),
+        tuple(g for g in core.committing.counted.generations if core.reported(g)),
     )
 
 

@@ -64,7 +64,7 @@ def test_a_report_of_another_launch_or_world_is_not_counted(foreign):
     core = agent("n0")
     told(core, "n1", Report(foreign, b"d" * 16, ("n0",)))
     assert core.reported(foreign.generation) == {}
-    assert core.committing.ballot.reached == {}
+    assert core.committing.counted.reached == {}
 
 
 # --- what trainers hear

@@ -65,7 +65,7 @@ def test_two_nodes_keep_each_other(strategy):
     placement = place(cluster(2, ranks=1), 1, strategy)
     assert (placement.buddies(0), placement.buddies(1)) == (("node-00001",), ("node-00000",))
     assert placement.held_by("node-00000") == (1,)
-    assert placement.reason == f"{strategy}: 1 of 1 replicas on 2 nodes, 1 replica shards a node"
+    assert placement.reason == f"{strategy}: 1 of 1 replicas on 2 nodes, 1 replica shards per node"
 
 
 def test_fewer_nodes_than_replicas_is_said():
@@ -86,7 +86,7 @@ def test_a_large_domain_loads_the_others_evenly():
     members = cluster(5, label=lambda index: "a" if index < 3 else "b")
     placement = place(members, 1)
     assert sorted(len(placement.held_by(member.node_id)) for member in members) == [5, 5, 6, 12, 12]
-    assert "5 to 12 replica shards a node" in placement.reason
+    assert "5 to 12 replica shards per node" in placement.reason
     grouped = place(members, 1, "group")
     assert "ring instead of groups: domain 'a' has 3 nodes, but there are 2 groups" in grouped.reason
 

@@ -11,7 +11,7 @@ import pytest
 
 from flashckpt.errors import ConfigError, StorageError
 from flashckpt.store import owner as owner_module
-from flashckpt.store.owner import Owner, Vigil, is_dead, read_boot_id8
+from flashckpt.store.owner import LivenessCheck, Owner, is_dead, read_boot_id8
 
 
 def test_this_process_is_alive():
@@ -23,7 +23,7 @@ def test_this_process_is_alive():
 def test_other_namespace_is_never_dead():
     gone = Owner(pid=(1 << 22) + 5, start_ticks=1, boot_id8=read_boot_id8(), pid_namespace=1)
     assert not is_dead(gone)
-    assert not Vigil(gone).is_dead()
+    assert not LivenessCheck(gone).is_dead()
     assert is_dead(dataclasses.replace(gone, pid_namespace=Owner.current().pid_namespace))
 
 

@@ -1,1 +1,1 @@
-"""Ways for bytes between nodes. Nothing outside asks which one it is."""
+"""Transports of bytes between nodes. No other module asks which one is used."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from flashckpt.store import owner as owner_module
-from flashckpt.store.owner import Owner, Vigil, is_dead
+from flashckpt.store.owner import LivenessCheck, Owner, is_dead
 
 ROOT = Path(__file__).parents[3]
 REPORT = "from flashckpt.store.owner import Owner\nprint(repr(Owner.current()), flush=True)\n"
@@ -43,26 +43,26 @@ def run_script(command, script):
 
 
 def begun_before(owner):
-    """A vigil from now on, asked later."""
-    vigil = Vigil(owner)
-    return lambda _: vigil.is_dead()
+    """Check from now on, and ask later."""
+    liveness = LivenessCheck(owner)
+    return lambda _: liveness.is_dead()
 
 
 def begun_now(owner):
     def ask(other):
-        vigil = Vigil(other)
+        liveness = LivenessCheck(other)
         try:
-            return vigil.is_dead()
+            return liveness.is_dead()
         finally:
-            vigil.close()
+            liveness.close()
 
     return ask
 
 
-@pytest.fixture(params=["asked once", "vigil begun before", "vigil begun now"])
+@pytest.fixture(params=["asked once", "check begun before", "check begun now"])
 def how(request):
     """Ways to ask whether an owner is dead."""
-    return {"asked once": lambda _: is_dead, "vigil begun before": begun_before, "vigil begun now": begun_now}[
+    return {"asked once": lambda _: is_dead, "check begun before": begun_before, "check begun now": begun_now}[
         request.param
     ]
 
@@ -91,27 +91,27 @@ def test_reused_pid_has_another_start_time(writer, how):
 def test_other_boot_is_dead_even_if_all_else_fits(writer):
     _, owner = writer
     assert is_dead(dataclasses.replace(owner, boot_id8="00000000"))
-    assert Vigil(dataclasses.replace(owner, boot_id8="00000000")).is_dead()
+    assert LivenessCheck(dataclasses.replace(owner, boot_id8="00000000")).is_dead()
 
 
-def test_vigil_outlives_its_process(writer):
+def test_liveness_check_outlives_its_process(writer):
     process, owner = writer
-    vigil = Vigil(owner)
+    liveness = LivenessCheck(owner)
     process.kill()
     process.wait()
-    assert vigil.is_dead()
-    vigil.close()
-    vigil.close()
-    assert vigil.is_dead(), "closed, it asks as if for the first time"
+    assert liveness.is_dead()
+    liveness.close()
+    liveness.close()
+    assert liveness.is_dead(), "closed, it asks as if for the first time"
 
 
-def test_vigil_gives_its_descriptor_back(writer):
+def test_liveness_check_gives_its_descriptor_back(writer):
     _, owner = writer
     before = len(os.listdir("/proc/self/fd"))
-    vigil = Vigil(owner)
+    liveness = LivenessCheck(owner)
     assert len(os.listdir("/proc/self/fd")) == before + 1
-    vigil.close()
-    stale = Vigil(dataclasses.replace(owner, start_ticks=1))
+    liveness.close()
+    stale = LivenessCheck(dataclasses.replace(owner, start_ticks=1))
     assert len(os.listdir("/proc/self/fd")) == before
     stale.close()
 
@@ -123,7 +123,7 @@ def test_without_pidfds_the_start_time_decides(writer, monkeypatch):
         raise PermissionError(1, "as a seccomp filter would")
 
     monkeypatch.setattr(os, "pidfd_open", refuse)
-    assert not Vigil(owner).is_dead()
+    assert not LivenessCheck(owner).is_dead()
     assert not is_dead(owner)
     assert is_dead(dataclasses.replace(owner, start_ticks=owner.start_ticks + 1))
     process.kill()
@@ -218,14 +218,14 @@ def test_time_namespace_does_not_make_the_living_look_dead(writer):
 def test_how_a_dead_process_ended_is_known(writer):
     """Before its parent has asked for it from /proc; afterwards from the descriptor, where the kernel keeps it."""
     process, owner = writer
-    vigil = Vigil(owner)
-    assert vigil.exit_code() is None
+    liveness = LivenessCheck(owner)
+    assert liveness.exit_code() is None
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    assert vigil.is_dead()
-    assert vigil.exit_code() == -signal.SIGKILL
+    assert liveness.is_dead()
+    assert liveness.exit_code() == -signal.SIGKILL
     process.wait()
     release = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2])
-    assert vigil.exit_code() == (-signal.SIGKILL if release >= (6, 15) else None)
-    vigil.close()
-    assert vigil.exit_code() is None
+    assert liveness.exit_code() == (-signal.SIGKILL if release >= (6, 15) else None)
+    liveness.close()
+    assert liveness.exit_code() is None

@@ -1,1 +1,1 @@
-"""The service between agents: small messages, and shards where no lane carries them."""
+"""The service between agents: small messages, and shards that are not sent by lanes."""

@@ -1,8 +1,8 @@
-"""The agent of another node, as this node's agent calls it.
+"""Calls the agent of another node.
 
-Who answers: TLS proves that the server's certificate was issued for that node of the job, by a DNS name made of both,
-since gRPC matches no other ones and shows the certificate to no Python client. Besides that each message names its
-receiver, an agent with another name refuses it, and the answer to hello is checked here.
+How the other end is identified: TLS proves that the server's certificate was issued for that node of the job, by a DNS
+name made of both; gRPC matches no other names and shows the certificate to no Python client. Besides, each message
+names its receiver, an agent with another name refuses it, and the answer to hello is checked here.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from flashckpt.v1 import peer_pb2
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from flashckpt.move.seam import Brake, PutResult, Source, Taker
+    from flashckpt.move.seam import BandwidthLimit, PutResult, Source, Taker
     from flashckpt.protocol.wire import Answer, Envelope, GetOpen, GetRefused, PutOpen
     from flashckpt.rpc.api import Hello
     from flashckpt.rpc.credentials import Bundle
 
 _log = logging.getLogger(__name__)
 
-# What a Get is taken to be about before anything is known of the shard.
+# The size that a Get assumes before anything is known of the shard.
 _TYPICAL_CHUNK_BYTES = 256 << 10
 
 
 class PeerClient:
-    """Calls of the node `node_id` at `address`. Connects when first used, and again by itself.
+    """Makes calls to node `node_id` at `address`. Connects when first used, and again by itself.
 
-    Every call has a deadline and raises PeerError, naming the node, when it can't be reached or does not answer;
-    errors of its agent come back as what they are. May be used by several threads. For other credentials or
-    another address: make a new one.
+    Every call has a deadline and raises PeerError, naming the node, if it can't be reached or does not answer; errors
+    of its agent are raised as they are. May be used by several threads. For other credentials or another address: make
+    a new one.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class PeerClient:
         keepalive: Keepalive | None = None,
         lanes: LanePolicy | None = None,
     ) -> None:
-        """`stall_timeout`: seconds that a push may go on without an answer to what was sent; `open_timeout`: how
-        long the receiver may take to make room for it."""
+        """`stall_timeout`: seconds that a push may continue without an answer to what was sent; `open_timeout`: seconds
+        that the receiver may take to make room for it."""
         self.address = address
         self.node_id = node_id
         self._job = job
@@ -107,16 +107,18 @@ class PeerClient:
         self,
         opening: PutOpen,
         source: Source,
-        throttle: Brake | None = None,
+        throttle: BandwidthLimit | None = None,
         *,
         on_progress: Callable[[int], None] | None = None,
         timeout: float | None = None,
     ) -> PutResult:
-        """Pushes a shard, from where an earlier attempt broke off. `on_progress` gets the bytes that the receiver has
-        verified and written in this attempt; it is called from this thread and must not block.
+        """Push a shard, from where an earlier attempt broke off.
 
-        Raises PeerError where the connection breaks or the receiver stalls (try again: it resumes), what `source`
-        raises where the shard here is bad, and the receiver's error where it found the bytes wrong.
+        `on_progress` is called with the bytes that the receiver has verified and written in this attempt; it is called
+        from this thread and must not block.
+
+        Raises PeerError if the connection breaks or the receiver stalls (try again: it resumes), what `source` raises
+        if the shard here is bad, and the receiver's error if it found the bytes wrong.
         """
         started = time.monotonic()
         push = Push(opening, source, self.node_id, throttle, self._lanes)
@@ -150,11 +152,12 @@ class PeerClient:
             self._watchdog.forget(watched)
 
     def get(self, opening: GetOpen, taker: Taker, timeout: float | None = None) -> GetRefused | None:
-        """Reads a shard, or parts of it. None: the taker has all that was asked for. A refusal may come after a part:
-        the taker knows how far it got.
+        """Read a shard, or parts of it. None: the taker has all that was asked for.
 
-        Raises PeerError where the connection breaks, the holder stalls, or sends what was not asked for; and whatever
-        the taker raises. What was sent is the taker's to verify.
+        A refusal may follow after a part: the taker knows how far it got.
+
+        Raises PeerError if the connection breaks, the holder stalls, or sends what was not asked for; and whatever the
+        taker raises. The taker has to verify what was sent.
         """
         wanted = self._lanes.wanted(sum(one.count for one in opening.ranges) * _TYPICAL_CHUNK_BYTES)
         try:
@@ -162,7 +165,7 @@ class PeerClient:
         except NoLanesError as error:
             if self._lanes.must:
                 raise PeerError(f"{self._where()}: {error}", peer=self.node_id) from error
-            _log.info("get of %s from node %r goes by gRPC: %s", opening.shard, self.node_id, error)
+            _log.info("get of %s from node %r uses gRPC instead of lanes: %s", opening.shard, self.node_id, error)
         return self._get_once(opening, taker, timeout, 0)
 
     def _get_once(self, opening: GetOpen, taker: Taker, timeout: float | None, lanes: int) -> GetRefused | None:
@@ -187,7 +190,7 @@ class PeerClient:
             translated = self._translated(error, "Get", started)
             if isinstance(translated, PeerError):
                 raise translated from error
-            # Its errors are about itself: out of memory there is not out of memory here.
+            # The holder's errors are about the holder: no memory there does not mean no memory here.
             raise PeerError(
                 f"{self._where()}: {translated.message}", hint=translated.hint, peer=self.node_id
             ) from error
@@ -197,7 +200,7 @@ class PeerClient:
             self._watchdog.forget(watched)
 
     def close(self) -> None:
-        """Ends running calls. May be called twice."""
+        """End running calls. May be called twice."""
         self._channel.close()
         self._watchdog.close()
 

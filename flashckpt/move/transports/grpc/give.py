@@ -1,4 +1,4 @@
-"""The holder's half of a Get: from a Giver to the messages of one answer, and to lanes where the reader wants some."""
+"""Answers a Get: sends what a Giver reads as the messages of one answer, or by lanes if the reader wants some."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from flashckpt.errors import CorruptShardError, PeerError
 from flashckpt.move.transports.grpc.frames import encode_chunks, to_offer
-from flashckpt.move.transports.tcp.carry import carry
+from flashckpt.move.transports.tcp.lane import send_chunks
 from flashckpt.move.transports.tcp.layout import Batches
 from flashckpt.protocol.wire import GetRefused
 from flashckpt.rpc import convert_load
@@ -25,35 +25,38 @@ if TYPE_CHECKING:
     from flashckpt.protocol.wire import GetOpen
 
 PROGRESS_SECONDS = 1.0
-_COME_SECONDS = 10.0  # until the reader has opened a lane
+_OPEN_SECONDS = 10.0  # until the reader has opened a lane
 
 
 def give(giver: Giver, get: GetOpen, lanes: LaneServer, wanted_lanes: int) -> Generator[bytes, None, None]:
-    """gRPC takes one message at a time, and the next one only when the connection has room: no more is read ahead."""
-    going = _Going(giver, get, lanes, wanted_lanes)
+    """Yield the messages of the answer.
+
+    gRPC takes one message at a time, and the next one only when the connection has room: nothing is read ahead.
+    """
+    by_lanes = _LaneTransfer(giver, get, lanes, wanted_lanes)
     try:
         if get.ranges and get.ranges[-1].first + get.ranges[-1].count > giver.chunks:
             last = get.ranges[-1]
             reason = f"expected chunks up to {giver.chunks - 1}, found {last.first} to {last.first + last.count - 1}"
             yield refuse(GetRefused(reason, retry=False))
             return
-        opened = convert_load.to_info(giver.info, maybe(going.offer, to_offer))
+        opened = convert_load.to_info(giver.info, maybe(by_lanes.offer, to_offer))
         yield peer_pb2.GetResponse(opened=opened).SerializeToString()
         try:
             if get.with_head:
                 yield from _head(giver)
-            if going.offer is None:
+            if by_lanes.offer is None:
                 yield from _chunks(giver, get)
             else:
-                yield from going.wait()
+                yield from by_lanes.wait()
         except CorruptShardError as error:
             giver.rotten(error)
-            # The reader goes to its next source at once; what came before was right, and it keeps that.
+            # The reader asks its next source at once, and keeps what came before, which was right.
             yield refuse(GetRefused(f"the copy here is bad: {error.message}", retry=False))
         except PeerError as error:
             yield refuse(GetRefused(error.message, retry=True))
     finally:
-        going.close()
+        by_lanes.close()
         giver.close()
 
 
@@ -77,36 +80,36 @@ def _chunks(giver: Giver, get: GetOpen) -> Iterator[bytes]:
             yield encode_chunks(first, [giver.read_chunk(i) for i in range(first, min(first + at_once, end))])
 
 
-class _Going:
-    """What goes by lanes. Nobody reads the shard any more when close() has returned."""
+class _LaneTransfer:
+    """The part of an answer that is sent by lanes. Once close() has returned, nobody reads the shard any more."""
 
     def __init__(self, giver: Giver, get: GetOpen, lanes: LaneServer, wanted: int) -> None:
         self._giver = giver
         self._batches = Batches(get.ranges, giver.chunk_bytes)
         self._lock = threading.Lock()
         self._sent_bytes = 0
-        self._guests = lanes.expect(get.sender, wanted if get.ranges else 0, self._carry)
-        self.offer = lanes.offer(self._guests)
+        self._expected = lanes.expect(get.sender, wanted if get.ranges else 0, self._send)
+        self.offer = lanes.offer(self._expected)
 
     def wait(self) -> Iterator[bytes]:
-        """Says how far it is until all is taken. Raises what made a lane fail."""
-        assert self._guests is not None
-        came_by = time.monotonic() + _COME_SECONDS
-        while not self._guests.wait(PROGRESS_SECONDS):
-            if not self._guests.entered and time.monotonic() > came_by:
-                raise PeerError(f"expected a lane within {_COME_SECONDS:g} s, found none")
+        """Yield progress until all is sent. Raise the error of the first lane that failed."""
+        assert self._expected is not None
+        open_by = time.monotonic() + _OPEN_SECONDS
+        while not self._expected.wait(PROGRESS_SECONDS):
+            if not self._expected.entered and time.monotonic() > open_by:
+                raise PeerError(f"expected a lane within {_OPEN_SECONDS:g} s, found none")
             progress = peer_pb2.GetProgress(sent_bytes=self._sent_bytes)
             yield peer_pb2.GetResponse(progress=progress).SerializeToString()
-        if self._guests.error is not None:
-            raise self._guests.error
+        if self._expected.error is not None:
+            raise self._expected.error
 
     def close(self) -> None:
         self._batches.stop()
-        if self._guests is not None:
-            self._guests.close()
+        if self._expected is not None:
+            self._expected.close()
 
-    def _carry(self, lane: Lane) -> None:
-        carry(lane, self._batches, self._giver, self._count)
+    def _send(self, lane: Lane) -> None:
+        send_chunks(lane, self._batches, self._giver, self._count)
 
     def _count(self, size: int) -> None:
         with self._lock:

@@ -1,4 +1,4 @@
-"""The receiver's half of a push: from the messages of one stream to the calls of one Receiver."""
+"""Receives a push: turns the messages of one stream into the calls of one Receiver."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import grpc
 
 from flashckpt.errors import IncompatibleError, PeerError
 from flashckpt.move.transports.grpc.frames import decode_chunks, to_offer
-from flashckpt.move.transports.tcp.carry import land
+from flashckpt.move.transports.tcp.lane import receive_chunks
 from flashckpt.protocol.wire import PutHave, PutRefused
 from flashckpt.rpc import convert
 from flashckpt.rpc.checks import maybe
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from flashckpt.move.transports.tcp.ends import LaneServer
     from flashckpt.rpc.watchdog import Watched
 
-# An answer for so many bytes, or seconds: often enough to keep the sender's window open and its patience fresh, too
-# seldom to cost anything.
+# An answer is due after so many bytes or seconds: often enough for the sender's window and patience, too seldom to cost
+# much.
 PROGRESS_BYTES = 4 << 20
 PROGRESS_SECONDS = 1.0
 
@@ -41,7 +41,7 @@ def receive(
     idle_timeout: float,
     lanes: LaneServer,
 ) -> Generator[bytes, None, None]:
-    """Yields the answers. `check` gets the sender and the receiver that the stream names, and raises."""
+    """Yield the answers. `check` is called with the sender and the receiver that the stream names, and raises."""
     messages = Messages(requests, watched, idle_timeout)
     first = messages.take()
     if first is None:
@@ -68,8 +68,8 @@ class _Arrivals:
         self._receiver = receiver
         self._lock = threading.Lock()
         self.taken_bytes = 0
-        self._guests = lanes.expect(peer, wanted, lambda lane: land(lane, self))
-        self.offer = lanes.offer(self._guests)
+        self._expected = lanes.expect(peer, wanted, lambda lane: receive_chunks(lane, self))
+        self.offer = lanes.offer(self._expected)
 
     def count(self, size: int) -> None:
         with self._lock:
@@ -86,21 +86,27 @@ class _Arrivals:
         self.count(len(data))
 
     def close(self) -> None:
-        """IMPORTANT: before the receiver's last call. Nothing comes by lanes when it returns."""
-        if self._guests is not None:
-            self._guests.close()
+        """End the lanes.
+
+        IMPORTANT: before the receiver's last call. Nothing arrives by lanes once it has returned.
+        """
+        if self._expected is not None:
+            self._expected.close()
 
 
 def _fill(receiver: Receiver, peer: str, messages: Messages, lanes: LaneServer, wanted: int) -> Iterator[bytes]:
-    """IMPORTANT: whatever happens, exactly one of finish, suspend and fail is the receiver's last call; or finish
-    raises, and fail is."""
+    """Pass the messages to the receiver, and yield the answers.
+
+    IMPORTANT: whatever happens, exactly one of finish, suspend and fail is the receiver's last call; or finish raises,
+    and fail is.
+    """
     ended = False
     arrivals = _Arrivals(receiver, lanes, peer, wanted)
     try:
         ready = convert.to_ready(receiver.ready, maybe(arrivals.offer, to_offer))
         yield peer_pb2.PutResponse(ready=ready).SerializeToString()
         told = 0
-        told_at = -math.inf  # the first one at once: a slow sender may need long for the next
+        told_at = -math.inf  # the first answer at once: a slow sender may need long for the next message
         while (data := messages.take()) is not None:
             part, size = _take(receiver, peer, data)
             if part == "finish":
@@ -112,7 +118,7 @@ def _fill(receiver: Receiver, peer: str, messages: Messages, lanes: LaneServer, 
                 return
             arrivals.count(size)
             now, taken = time.monotonic(), arrivals.taken_bytes
-            # A sender opens lanes when it knows that the head was taken, and asks while they run.
+            # A sender opens lanes once it knows that the head was taken, and asks for progress while they run.
             is_due = part != "chunks" or taken - told >= PROGRESS_BYTES or now - told_at >= PROGRESS_SECONDS
             if is_due:
                 told, told_at = taken, now
@@ -140,7 +146,7 @@ def _fill(receiver: Receiver, peer: str, messages: Messages, lanes: LaneServer, 
 
 
 def _take(receiver: Receiver, peer: str, data: bytes) -> tuple[str, int]:
-    """What it was, and the number of bytes taken."""
+    """Pass one message to the receiver. Return its kind, and the number of bytes taken."""
     chunks = decode_chunks(data)
     if chunks is None:
         message = convert.parse(peer_pb2.PutRequest, data, "Put")
@@ -168,7 +174,7 @@ def _take(receiver: Receiver, peer: str, data: bytes) -> tuple[str, int]:
 
 
 class Messages:
-    """The incoming half of the stream, with the clock running only while we wait for the other end."""
+    """The incoming half of the stream. Its clock runs only while we wait for the other end."""
 
     def __init__(self, requests: Iterator[bytes], watched: Watched, idle_timeout: float) -> None:
         self._requests = requests
@@ -177,7 +183,7 @@ class Messages:
         self.half_closed = False
 
     def take(self) -> bytes | None:
-        """None: the sender ended its half, or the connection broke."""
+        """Return the next message. None: the sender ended its half, or the connection broke."""
         self._watched.expect(self._idle_timeout)
         try:
             return next(self._requests)

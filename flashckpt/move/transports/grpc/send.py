@@ -1,7 +1,7 @@
-"""The sender's half of a push: from a Source to the messages of one stream, and to lanes where they are offered.
+"""Sends a push: turns what a Source reads into the messages of one stream, or sends it by lanes if they are offered.
 
-gRPC takes the messages from a thread of its own, while the thread that asked for the push follows the answers. The
-two meet in `_state`: how far the receiver is, and whether anybody still listens.
+gRPC takes the messages from a thread of its own, while the thread that asked for the push follows the answers. Both
+share what `_state` protects: how far the receiver is, and whether anybody still listens.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from flashckpt.errors import ClosedError, IncompatibleError, PeerError
 from flashckpt.failpoints import failpoint
 from flashckpt.move.seam import PutEnd, PutResult
 from flashckpt.move.transports.grpc.frames import encode_chunks, from_offer
-from flashckpt.move.transports.tcp.carry import carry
+from flashckpt.move.transports.tcp.lane import send_chunks
 from flashckpt.move.transports.tcp.layout import Batches
 from flashckpt.rpc import convert
 from flashckpt.rpc.checks import optional
@@ -26,7 +26,7 @@ from flashckpt.v1 import peer_pb2
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from flashckpt.move.seam import Brake, Source
+    from flashckpt.move.seam import BandwidthLimit, Source
     from flashckpt.move.transports.tcp.connections import Connections
     from flashckpt.move.transports.tcp.ends import LaneClient
     from flashckpt.move.transports.tcp.policy import Offer
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# Bytes on their way: enough for 10 Gbit/s over 25 ms, and all that a broken connection loses.
+# Bytes sent and not yet taken: enough for 10 Gbit/s over 25 ms, and at most this is lost with a connection.
 WINDOW_BYTES = 32 << 20
-# Seconds between two questions how far the receiver is, while chunks go by lanes.
+# Seconds between two requests for progress while chunks are sent by lanes.
 ASK_SECONDS = 1.0
 
 
@@ -45,7 +45,7 @@ class Push:
     """One attempt to push one shard."""
 
     def __init__(
-        self, opening: PutOpen, source: Source, receiver: str, throttle: Brake | None, lanes: LaneClient
+        self, opening: PutOpen, source: Source, receiver: str, throttle: BandwidthLimit | None, lanes: LaneClient
     ) -> None:
         self._opening = opening
         self._source = source
@@ -61,13 +61,13 @@ class Push:
         self._finishing = False
         self.sent_bytes = 0
         self.taken_bytes = 0
-        self.error: Exception | None = None  # of this side: the source's, the throttle's
-        self.patience = 0.0  # what the receiver was given when it was last waited for
+        self.error: Exception | None = None  # of this side: raised by the source or the throttle
+        self.patience = 0.0  # the seconds that the receiver was given at the last wait
         self._watched: Watched | None = None
         self._stall_timeout = 0.0
 
     def close(self) -> None:
-        """Nobody follows any longer: lets the thread that makes messages go."""
+        """End the push: its caller follows it no longer. Ends the thread that makes messages."""
         with self._state:
             self._closed = True
             self._state.notify_all()
@@ -104,12 +104,12 @@ class Push:
                 self._expect(self._stall_timeout)
             yield peer_pb2.PutRequest(finish=peer_pb2.PutFinish()).SerializeToString()
         except Exception as error:
-            # gRPC would log it and tell the caller nothing. The stream ends without its finish, so the receiver
-            # keeps what it has and answers; follow() raises.
+            # gRPC would log it and tell the caller nothing. The stream ends without its finish, so the receiver keeps
+            # what it has and answers; follow() raises.
             self.error = error
 
     def _head(self, ready: PutReady) -> Iterator[tuple[bytes, int]]:
-        """Each message with the bytes of the shard in it."""
+        """Yield each message of the head with the number of the shard's bytes in it."""
         source = self._source
         offset = ready.next_head_offset
         while offset < source.head_bytes:
@@ -124,7 +124,7 @@ class Push:
             raise IncompatibleError(
                 f"{self._opening.shard}: expected chunks of at most {MAX_STREAMED_CHUNK_BYTES} bytes, "
                 f"found {source.chunk_bytes}",
-                hint="larger ones go by lanes only: see that the other node's port for them can be reached",
+                hint="larger ones are sent by lanes only: make the other node's port for lanes reachable",
             )
         at_once = max(1, BATCH_BYTES // source.chunk_bytes)
         for first in range(ready.next_chunk, source.chunks, at_once):
@@ -132,10 +132,10 @@ class Push:
             yield encode_chunks(first, chunks), sum(map(len, chunks))
 
     def _open_lanes(self) -> Connections | None:
-        """None: chunks go by this stream."""
+        """Open the lanes that were offered. None: chunks are sent by this stream."""
         if not self._wanted_lanes:
             return None
-        with self._state:  # the receiver knows where chunks go only when it has the whole head
+        with self._state:  # the receiver accepts chunks only once it has the complete head
             self._state.wait_for(lambda: self.taken_bytes == self.sent_bytes or self._closed)
             if self._closed:
                 return None
@@ -146,7 +146,8 @@ class Push:
         except PeerError as error:
             if self._lanes.must:
                 raise
-            _log.info("push of %s to node %r goes by gRPC: %s", self._opening.shard, self._receiver, error.message)
+            text = "push of %s to node %r uses gRPC instead of lanes: %s"
+            _log.info(text, self._opening.shard, self._receiver, error.message)
             return None
         if self._keep(connections):
             return connections
@@ -154,7 +155,7 @@ class Push:
         return None
 
     def _keep(self, connections: Connections) -> bool:
-        """For close() to end. False: nobody follows any longer."""
+        """Keep the connections for close(), which ends them. Return False if the push was closed already."""
         with self._state:
             if not self._closed:
                 self._connections = connections
@@ -163,7 +164,7 @@ class Push:
     def _by_lanes(self, connections: Connections, ready: PutReady) -> Iterator[bytes]:
         left = ChunkRange(ready.next_chunk, self._source.chunks - ready.next_chunk)
         batches = Batches((left,) if left.count else (), self._source.chunk_bytes)
-        connections.start(lambda lane: carry(lane, batches, self._source, self._before_frame))
+        connections.start(lambda lane: send_chunks(lane, batches, self._source, self._before_frame))
         try:
             while not connections.wait(min(ASK_SECONDS, self._stall_timeout / 4)):
                 yield peer_pb2.PutRequest(ask=peer_pb2.PutAsk()).SerializeToString()
@@ -175,7 +176,7 @@ class Push:
 
     def _before_frame(self, size: int) -> None:
         if not self._admit(size):
-            raise ClosedError("nobody waits for this push any more")
+            raise ClosedError("the push was stopped: nobody waits for it any more")
         failpoint("mid_push")
 
     def _wait_ready(self) -> PutReady | None:
@@ -184,7 +185,7 @@ class Push:
             return None if self._closed else self._ready
 
     def _admit(self, size: int) -> bool:
-        """Waits until so many bytes may be sent. False: nobody listens any longer."""
+        """Wait until so many bytes may be sent. Return False if the push was closed."""
         if self._throttle is not None:
             self._throttle.take(size)
         with self._state:
@@ -205,7 +206,7 @@ class Push:
         stall_timeout: float,
         on_progress: Callable[[int], None] | None,
     ) -> PutResult:
-        """Until the push ends. Lets gRPC's errors through."""
+        """Follow the answers until the push ends. Passes gRPC's errors on."""
         with self._state:
             self._watched, self._stall_timeout = watched, stall_timeout
             self._expect(open_timeout)
@@ -269,7 +270,7 @@ class Push:
             if taken_bytes < self.sent_bytes or self._finishing:
                 self._expect(self._stall_timeout)
             else:
-                self._relax()  # it is our turn, and the throttle may take its time
+                self._relax()  # it is our turn, and the throttle may need time
             self._state.notify_all()
 
     def _expect(self, timeout: float) -> None:
@@ -282,7 +283,7 @@ class Push:
             self._watched.relax()
 
     def _checked(self, digest: bytes) -> bytes:
-        # IMPORTANT: a copy counts only if it is one of these very bytes.
+        # IMPORTANT: a copy counts only if it consists of exactly these bytes.
         if digest != self._opening.digest:
             raise self._broken(f"digest {digest.hex()}, expected {self._opening.digest.hex()}")
         return digest

@@ -1,4 +1,4 @@
-"""The agent's service for the other nodes: TCP with mutual TLS, nothing without a certificate of the job."""
+"""Serves the calls of other nodes: TCP with mutual TLS, and nothing without a certificate of the job."""
 
 from __future__ import annotations
 
@@ -41,26 +41,26 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-# How many connections an agent lets in: strangers must not use up the descriptors that it keeps its decisions with.
+# How many connections an agent accepts: strangers must not use up the descriptors that it needs to keep its decisions.
 
 _MOST = 1 << 16
 
 
 def connections_allowed() -> int:
-    """Half of this process's descriptors, of which there are from now on as many as its hard limit allows.
+    """Return half of this process's descriptors, after raising their limit to the hard limit.
 
     The other half is for its own connections to other nodes, its shards and the small files without which it has to
-    end. A connection without credentials goes after the handshake's timeout, so that a place comes free again.
+    end. A connection without credentials is closed after the handshake's timeout, which frees its place.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard or (hard == resource.RLIM_INFINITY and soft != hard):
-        with contextlib.suppress(ValueError, OSError):  # a kernel or a sandbox that wants it lower
+        with contextlib.suppress(ValueError, OSError):  # a kernel or a sandbox that allows fewer
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MOST if soft == resource.RLIM_INFINITY else max(1, min(_MOST, soft // 2))
 
 
-# What close() gives to methods that are in the middle of something that gRPC can't cancel: a write, an allocation.
+# Seconds that close() waits for methods in the middle of something that gRPC can't cancel: a write, an allocation.
 STRAGGLERS_SECONDS = 10.0
 
 
@@ -85,12 +85,12 @@ class PeerServer:
         self._watchdog = Watchdog(self._limits.idle_timeout)
         self._lanes = LaneServer(bundle, job, lanes or LanePolicy(), self._limits.idle_timeout)
         self._lock = threading.Lock()  # protects the four below
-        self._idle = threading.Condition(self._lock)  # no stream is left
+        self._idle = threading.Condition(self._lock)  # notified when a stream ends
         self._streams: Counter[str] = Counter()
         self._gets: Counter[str] = Counter()
         self._messages: Counter[str] = Counter()
-        # For the server's whole life: gRPC can change them, but a flood of handshakes at that moment crashes it, which
-        # takes no credentials. Another launch's certificates are another server's.
+        # One set for the server's whole life: gRPC can change them, but a flood of handshakes at that moment crashes
+        # it, for which no credentials are needed. Another launch's certificates need another server.
         self._credentials = grpc.ssl_server_credentials(
             [(bundle.key_pem, bundle.certificate_pem)], bundle.ca_pem, require_client_auth=True
         )
@@ -109,13 +109,13 @@ class PeerServer:
             "Hello": grpc.stream_unary_rpc_method_handler(self._of_one_message(self._hello)),
             "Tell": grpc.stream_unary_rpc_method_handler(self._of_one_message(self._tell)),
             "Put": grpc.stream_stream_rpc_method_handler(self._put),
-            # One message comes, but see _of_one_message.
+            # Only one message is expected, but see _of_one_message.
             "Get": grpc.stream_stream_rpc_method_handler(self._get),
         }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(PEER_SERVICE, handlers),))
 
     def start(self, address: str) -> int:
-        """Listens on host:port ([host]:port for IPv6); the port, which is another one where 0 was asked for."""
+        """Listen on host:port ([host]:port for IPv6). Return the port, which the kernel chooses if 0 was asked for."""
         port = self._bind(address)
         host, asked = parse_address(address)
         self._lanes.start(host, asked)
@@ -123,11 +123,11 @@ class PeerServer:
         return port
 
     def close(self, grace: float = 0.0) -> None:
-        """Takes no new calls; running ones have `grace` seconds. Broken pushes are suspended. May be called twice."""
+        """Accept no new calls; running ones have `grace` seconds. Broken pushes are suspended. May be called twice."""
         self._server.stop(grace).wait(grace + STRAGGLERS_SECONDS)
         self._watchdog.close()
         self._lanes.close()
-        # Streams end by suspending their receivers, and the caller's store has to outlive that.
+        # Streams end by suspending their receivers, which use the caller's store: wait for them.
         with self._idle:
             if not self._idle.wait_for(lambda: not self._streams and not self._gets, STRAGGLERS_SECONDS):
                 left = sorted({*self._streams, *self._gets})
@@ -150,8 +150,8 @@ class PeerServer:
         return bound
 
     def _authenticate(self, context: grpc.ServicerContext) -> Caller:
-        # TLS has verified the chain and the dates; whose certificate it is decides here, call by call.
-        # The stubs speak of one value a name; there is a sequence of them.
+        # TLS has verified the chain and the dates. Here each call is checked for whose certificate it is.
+        # The stubs declare one value per name; in fact there is a sequence of them.
         properties = cast("Mapping[str, Sequence[bytes]]", context.auth_context())
         pems = list(properties.get("x509_pem_cert", ()))
         if len(pems) != 1:
@@ -168,7 +168,7 @@ class PeerServer:
                 hint="two nodes share a certificate, or one has changed its name: give each launch its own",
             )
         if receiver != self._node_id:
-            # IMPORTANT: addresses change hands. A copy that another node holds would count as the meant one's.
+            # IMPORTANT: addresses change hands. A copy on another node would count as one on the intended node.
             raise DeniedError(
                 f"expected messages for this node {self._node_id!r}, found one for {receiver!r}",
                 hint="its address belongs to another node now; the next launch learns the new one",
@@ -196,10 +196,10 @@ class PeerServer:
         return convert.to_answer(self._api.tell(call.caller.node_id, envelope)).SerializeToString()
 
     def _of_one_message(self, method: Callable[[bytes, Call], bytes]) -> Callable[[Iterator[bytes], Call], bytes]:
-        """A method for gRPC that takes a stream and wants one message of it.
+        """Return a handler for gRPC that takes a stream and expects one message of it.
 
         IMPORTANT: not gRPC's own unary handler, which takes a thread before the message is there and waits for it
-        without an end: a node that opens calls and stays silent would keep everybody else's messages out.
+        without an end: a node that opens calls and stays silent would keep the messages of all others out.
         """
 
         def run(requests: Iterator[bytes], call: Call) -> bytes:
@@ -221,7 +221,7 @@ class PeerServer:
 
     def _put(self, requests: Iterator[bytes], call: Call) -> Iterator[bytes]:
         peer, limits = call.caller.node_id, self._limits
-        # Counted before anything was read: a stream that never says anything takes a thread, too.
+        # Counted before anything is read: a stream that stays silent occupies a thread, too.
         with self._counted(peer, self._streams, "pushes", limits.streams_per_peer, limits.streams) as reason:
             watched = self._watchdog.watch(call.context.cancel)
             try:
@@ -233,7 +233,7 @@ class PeerServer:
                 self._lanes.note_address(peer, _address_of(call.context.peer()))
                 with closing(self._receive(peer, requests, call, watched)) as answers:
                     for answer in answers:
-                        # Whoever does not read its answers is as silent as one that sends nothing.
+                        # A node that does not read its answers is treated like one that sends nothing.
                         watched.expect(limits.idle_timeout)
                         yield answer
                         watched.relax()
@@ -276,7 +276,7 @@ class PeerServer:
                 self._lanes.note_address(peer, _address_of(call.context.peer()))
                 with closing(give(answer, get, self._lanes, request.lanes)) as messages:
                     for message in messages:
-                        # Whoever does not read keeps a thread and a message of ours.
+                        # A node that does not read occupies a thread and the memory of a message.
                         watched.expect(limits.idle_timeout)
                         yield message
                         watched.relax()
@@ -285,14 +285,17 @@ class PeerServer:
 
     @contextmanager
     def _counted(self, peer: str, running: Counter[str], what: str, most_of_peer: int, most: int) -> Iterator[str]:
-        """Yields why there is no room for one more, or "". BusyError where even refusals of a node pile up: a call that
-        is broken off waits for nobody to read the answer."""
+        """Count a stream, and yield why there is no room for it, or "".
+
+        Raise BusyError if even refused streams of a node pile up: each occupies a thread until the node reads the
+        refusal.
+        """
         with self._lock:
             total, own = sum(running.values()), running[peer]
             if own >= 2 * most_of_peer:
-                raise BusyError(f"expected at most {most_of_peer} {what} of a node at a time, found {own}", peer=peer)
+                raise BusyError(f"expected at most {most_of_peer} {what} per node at a time, found {own}", peer=peer)
             if own >= most_of_peer:
-                reason = f"expected at most {most_of_peer} {what} of a node at a time, found {own}"
+                reason = f"expected at most {most_of_peer} {what} per node at a time, found {own}"
             elif total >= most:
                 reason = f"expected at most {most} {what} at a time, found {total}"
             else:
@@ -309,7 +312,7 @@ class PeerServer:
 
 
 def _address_of(peer: str) -> str:
-    """The address in gRPC's name of the other end, such as ipv6:%5B::1%5D:4711; "" if there is none in it."""
+    """Return the address in gRPC's name of the other end, such as ipv6:%5B::1%5D:4711; "" if it has none."""
     try:
         return parse_address(unquote(peer.partition(":")[2]))[0]
     except ConfigError:
@@ -317,7 +320,7 @@ def _address_of(peer: str) -> str:
 
 
 def _not_bound(address: str, reason: str) -> ConfigError:
-    """gRPC keeps the cause for its log; asking the kernel the same again finds it out."""
+    """Return the error with its cause. gRPC only logs the cause; binding the same address again finds it out."""
     hint = "give FLASHCKPT_ADVERTISE an address of this node, or leave it out"
     host, _, port = address.rpartition(":")
     host = host.strip("[]")

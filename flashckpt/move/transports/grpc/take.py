@@ -1,4 +1,4 @@
-"""The reader's half of a Get: from the messages of one answer, or from lanes, to the calls of one Taker."""
+"""Reads a Get's answer: turns its messages, or what arrives by lanes, into the calls of one Taker."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from flashckpt.errors import CorruptShardError, PeerError
 from flashckpt.move.transports.grpc.frames import decode_chunks, from_offer
-from flashckpt.move.transports.tcp.carry import land
+from flashckpt.move.transports.tcp.lane import receive_chunks
 from flashckpt.rpc import convert, convert_load
 from flashckpt.rpc.settings import MAX_HEAD_PIECE_BYTES
 from flashckpt.v1 import peer_pb2
@@ -27,12 +27,11 @@ _END_SECONDS = 10.0
 
 
 class NoLanesError(Exception):
-    """The holder offers lanes, and they can't be opened: ask again without."""
+    """Raised when the holder offers lanes that can't be opened: ask again without lanes."""
 
 
 class Take:
-    """One answer. Nothing reaches the taker that was not asked for, or, by the call itself, not in the order it was
-    asked for."""
+    """One answer. The taker receives only what was asked for and, by the call itself, only in that order."""
 
     def __init__(self, get: GetOpen, holder: str, taker: Taker, lanes: LaneClient) -> None:
         self._get = get
@@ -50,10 +49,10 @@ class Take:
         self.taken_bytes = 0
 
     def follow(self, answers: Iterable[bytes], watched: Watched, stall_timeout: float) -> GetRefused | None:
-        """Until all is here, or the holder refuses. Lets gRPC's errors through."""
+        """Follow the answer until all is here, or the holder refuses. Passes gRPC's errors on."""
         watched.expect(stall_timeout)
         for data in answers:
-            watched.relax()  # what takes time now is ours
+            watched.relax()  # the time that follows is ours, not the holder's
             refused = self._take(data)
             if refused is not None:
                 return self._explained(refused)
@@ -66,13 +65,16 @@ class Take:
         return None
 
     def close(self) -> None:
-        """Nothing reaches the taker any more when it returns."""
+        """End the lanes. Once it has returned, the taker is not called any more."""
         if self._connections is not None:
             self._connections.close()
 
     def _explained(self, refused: GetRefused) -> GetRefused:
-        """The holder hears of what fails here by its lanes; what it answers is no news then, unless it looked into it:
-        a bad chunk is bad in its copy, or was spoiled on the way."""
+        """Raise the error of this side, if the refusal only repeats it.
+
+        The holder learns of failures here through its lanes. Its answer adds something only if it looked into the
+        failure: a bad chunk is bad in its copy, or was damaged on the way.
+        """
         if self._error is not None and not isinstance(self._error, CorruptShardError):
             raise self._error
         return refused
@@ -86,9 +88,9 @@ class Take:
             raise NoLanesError(error.message) from error
         self._awaited = {self._next_chunk, *self._expected}
         self._next_chunk = None
-        self._connections.start(lambda lane: land(lane, self))
+        self._connections.start(lambda lane: receive_chunks(lane, self))
 
-    # What lanes bring (Sink).
+    # The calls of the lanes (Sink).
 
     def receive(self, first: int, size_bytes: int, fd: int, scratch: memoryview) -> bool:
         indices = self._awaited_chunks(first, size_bytes)
@@ -111,7 +113,7 @@ class Take:
         except (PeerError, passing):
             raise  # the lane's
         except Exception as error:
-            self._error = self._error or error  # before the holder can hear of it and answer
+            self._error = self._error or error  # before the holder can learn of it and answer
             raise
 
     def _awaited_chunks(self, first: int, size_bytes: int) -> range:
@@ -128,7 +130,7 @@ class Take:
             self.taken_bytes += size_bytes
 
     def _end_lanes(self) -> None:
-        """The holder has ended its answer, so that it has our verdicts."""
+        """Check how the lanes ended. The holder has ended its answer, so it has our verdicts."""
         assert self._connections is not None
         if not self._connections.wait(_END_SECONDS):
             raise self._broken("the end of the answer while lanes run")

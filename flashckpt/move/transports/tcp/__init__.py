@@ -1,1 +1,1 @@
-"""Lanes: plain or TLS connections that carry the chunks of one transfer."""
+"""Lanes: plain or TLS connections that send the chunks of one transfer."""

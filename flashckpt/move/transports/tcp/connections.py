@@ -1,4 +1,4 @@
-"""The lanes of one transfer, from the side that opens them."""
+"""Opens the lanes of one transfer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 class Connections:
-    """Open lanes, each with a thread that works on it once `start` was called."""
+    """Open lanes. Once `start` was called, a thread works on each."""
 
     def __init__(self, lanes: list[Lane]) -> None:
         self._lanes = lanes
@@ -34,7 +34,7 @@ class Connections:
     def open(
         host: str, offer: Offer, *, tls: ssl.SSLContext | None, server_name: str, timeout: float, stall_timeout: float
     ) -> Connections:
-        """As many as can be opened. PeerError where not even one can."""
+        """Open as many lanes as possible. Raise PeerError if not even one can be opened."""
         lanes: list[Lane] = []
         problem: Exception | None = None
         for ticket in offer.tickets:
@@ -44,11 +44,11 @@ class Connections:
                 )
             except (OSError, FlashError) as error:
                 problem = error
-                break  # the next would wait as long
+                break  # the next one would take as long
         if not lanes:
             raise PeerError(f"no lane to port {offer.port} of {host}: {problem}") from problem
         if problem is not None:
-            _log.info("%d lanes of %d to %s: %s", len(lanes), len(offer.tickets), host, problem)
+            _log.info("opened %d of %d lanes to %s: %s", len(lanes), len(offer.tickets), host, problem)
         return Connections(lanes)
 
     def start(self, work: Callable[[Lane], None]) -> None:
@@ -57,17 +57,17 @@ class Connections:
             threading.Thread(target=self._run, args=(lane, work), name="flashckpt-lane", daemon=True).start()
 
     def wait(self, timeout: float) -> bool:
-        """Whether all have ended, or one has failed."""
+        """Wait until all lanes have ended or one has failed. Return False on timeout."""
         with self._state:
             return self._state.wait_for(lambda: not self._running or self._error is not None, timeout)
 
     @property
     def error(self) -> Exception | None:
-        """Of the first one that failed."""
+        """The error of the first lane that failed."""
         return self._error
 
     def close(self, timeout: float = 10.0) -> None:
-        """Ends them all; nothing is sent or taken when it returns. May be called twice."""
+        """End all lanes; once it has returned, nothing is sent or taken. May be called twice."""
         for lane in self._lanes:
             with contextlib.suppress(OSError):
                 socket.socket.shutdown(lane, socket.SHUT_RDWR)
@@ -85,7 +85,7 @@ class Connections:
         except FlashError as found:
             error = found
         except Exception as found:
-            _log.exception("a lane failed")
+            _log.exception("a data connection ended with an unexpected error")
             error = found
         finally:
             with self._state:

@@ -1,4 +1,4 @@
-"""What a client and a server need for lanes: the policy of their node, and a way to open or to expect some."""
+"""Opens lanes as a client and expects them as a server, according to the node's policy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-# TLS for lanes, with the same certificates as the calls that order them.
+# TLS for lanes, with the same certificates as the calls that announce them.
 
 
 def server_context(bundle: Bundle) -> ssl.SSLContext:
@@ -41,7 +41,7 @@ def client_context(bundle: Bundle) -> ssl.SSLContext:
 def _prepared(context: ssl.SSLContext, bundle: Bundle) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.load_verify_locations(cadata=bundle.ca_pem.decode("ascii"))
-    # ssl takes a key from files only; this one is memory of this process, and goes with its descriptor.
+    # ssl loads a key from files only. This file is memory of this process, freed with its descriptor.
     fd = os.memfd_create("flashckpt-key", os.MFD_CLOEXEC)
     try:
         with open(fd, "wb", closefd=False) as file:
@@ -53,11 +53,11 @@ def _prepared(context: ssl.SSLContext, bundle: Bundle) -> ssl.SSLContext:
 
 
 _OPEN_SECONDS = 3.0
-_AVOID_SECONDS = 60.0  # how long a node whose lanes could not be opened is not asked for any
+_AVOID_SECONDS = 60.0  # a node whose lanes could not be opened is asked for none during this time
 
 
 class LaneClient:
-    """Opens lanes to one node. Any thread."""
+    """Opens lanes to one node. Any thread may call it."""
 
     def __init__(
         self, address: str, bundle: Bundle, server_name: str, policy: LanePolicy, stall_timeout: float
@@ -71,12 +71,13 @@ class LaneClient:
         self._avoid_until = 0.0
 
     def wanted(self, size_bytes: int) -> int:
-        """How many lanes to ask for."""
+        """Return how many lanes to ask for."""
         is_avoided = self.policy.transport == "auto" and time.monotonic() < self._avoid_until
         return 0 if is_avoided else self.policy.wanted(size_bytes)
 
     def open(self, offer: Offer | None) -> Connections:
-        """PeerError where they can't be had; then none are asked for a while, if there is another way."""
+        """Open the offered lanes. Raise PeerError if they can't be opened; then none are asked for during a while, if
+        there is another way."""
         try:
             if reason := self.policy.why_not(offer):
                 raise PeerError(f"no lanes: {reason}")
@@ -97,12 +98,12 @@ class LaneClient:
 
     @property
     def must(self) -> bool:
-        """Whether there is no other way."""
+        """True if there is no other way than lanes."""
         return self.policy.transport == "tcp"
 
 
 class LaneServer:
-    """Lets lanes of other nodes in, as the policy of this one says. Any thread."""
+    """Accepts lanes of other nodes, as the policy of this one says. Any thread may call it."""
 
     def __init__(self, bundle: Bundle, job: str, policy: LanePolicy, stall_timeout: float) -> None:
         self._policy = policy
@@ -113,7 +114,8 @@ class LaneServer:
             )
 
     def start(self, host: str, port: int) -> None:
-        """`port` is that of the calls: lanes have the next one, so that one rule of a firewall serves both, or any."""
+        """Listen for lanes. `port` is that of the calls: lanes use the next one, so that one firewall rule covers both,
+        or any port."""
         if self._listener is None:
             return
         try:
@@ -121,18 +123,18 @@ class LaneServer:
                 try:
                     self._listener.start(host, port + 1)
                 except ConfigError as error:
-                    _log.warning("lanes take any port: %s", error.message)
+                    _log.warning("data connections use a port that the kernel chose: %s", error.message)
                 else:
                     return
             self._listener.start(host, 0)
         except ConfigError as error:
             if self._policy.transport == "tcp":
                 raise
-            _log.warning("no lanes: %s", error)
+            _log.warning("no data connections (lanes) are accepted; shards are sent by gRPC: %s", error)
             self._listener = None
 
     def note_address(self, peer: str, address: str) -> None:
-        """A member has called from there."""
+        """Note the address that a member has called from."""
         if self._listener is not None:
             self._listener.note_address(peer, address)
 

@@ -1,10 +1,10 @@
-"""The bytes of a lane.
+"""Defines the bytes of a lane.
 
-    who connects ── magic, ticket ──▶ ◀── welcome ── the door
-    who sends    ── frame, frame, …, end ──▶ ◀── verdict ── who receives
+    client  ── magic, ticket ──▶ ◀── welcome ── listener
+    sender  ── frame, frame, …, end ──▶ ◀── verdict ── receiver
 
-A frame is the index of its first chunk, the number of its bytes, and whole chunks. Which shard they are of, both sides
-know from the call that the ticket belongs to. All integers are little-endian.
+A frame is the index of its first chunk, the number of its bytes, and complete chunks. Both sides know the shard from
+the call that the ticket belongs to. All integers are little-endian.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ TICKET_BYTES = 32
 WELCOME = b"\x01"
 FRAME = struct.Struct("<QQ")
 END = (1 << 64) - 1
-# A frame is received into a buffer, verified and then written: as much as stays in a core's cache on its way.
+# A frame is received into a buffer, verified and then written: small enough to stay in a core's cache meanwhile.
 FRAME_BYTES = 1 << 20
 MAX_FRAME_BYTES = 64 << 20  # one chunk of the largest kind
 _VERDICT = struct.Struct("<BQH")
 _MAX_TEXT_BYTES = 1024
 
-Lane = socket.socket  # a TLS one, too
+Lane = socket.socket  # or a TLS socket
 
 
 class Code(enum.IntEnum):
-    TAKEN = 0  # all of it
-    BAD = 1  # a frame that does not have the checksums of its chunks
+    TAKEN = 0  # all chunks
+    BAD = 1  # a frame that does not match the checksums of its chunks
     REFUSED = 2
 
 
 @dataclass(frozen=True, slots=True)
 class LaneVerdict:
-    """What the receiver made of a lane."""
+    """The receiver's answer at the end of a lane."""
 
     code: Code
     first: int = 0  # chunk of the bad frame
@@ -71,7 +71,7 @@ def read_exactly(lane: Lane, size: int) -> bytes:
 
 
 def read_into(lane: Lane, view: memoryview) -> None:
-    """All of it. PeerError where the other end stalls or goes."""
+    """Fill the view. Raise PeerError if the other end stalls or closes."""
     at = 0
     try:
         while at < len(view):
@@ -91,13 +91,13 @@ def write(lane: Lane, data: bytes | memoryview) -> None:
 
 
 def broken(error: OSError) -> PeerError:
-    # A timeout of the kernel's shows as an operation that would block.
+    # A timeout of the kernel's looks like an operation that would block.
     stalled = isinstance(error, BlockingIOError | TimeoutError | ssl.SSLWantReadError | ssl.SSLWantWriteError)
     return PeerError(f"lane: {'the other end stalled' if stalled else f'it broke: {error}'}")
 
 
 def set_timeouts(lane: Lane, seconds: float) -> None:
-    """Of the kernel's, so that every call, sendfile too, gives up by itself."""
+    """Set the kernel's timeouts, so that every call, sendfile too, ends by itself."""
     whole = int(seconds)
     value = struct.pack("ll", whole, max(1, int((seconds - whole) * 1e6)))
     lane.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
@@ -105,11 +105,14 @@ def set_timeouts(lane: Lane, seconds: float) -> None:
     lane.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
 
 
-# What several lanes share out among themselves: each takes the next frame as soon as it has sent its last.
+# Divides chunks among several lanes: each takes the next frame as soon as it has sent its last.
 
 
 class Batches:
-    """Any thread. A slow lane takes fewer, and what is missing after a break lies close together."""
+    """The frames that are left to send. Any thread may call it.
+
+    A slow lane takes fewer, and the chunks that are missing after a break are close together.
+    """
 
     def __init__(self, ranges: Iterable[ChunkRange], chunk_bytes: int) -> None:
         self.at_once = max(1, FRAME_BYTES // chunk_bytes)
@@ -118,7 +121,7 @@ class Batches:
         self._rest: ChunkRange | None = next(self._ranges, None)
 
     def take(self) -> ChunkRange | None:
-        """None: all were taken, or nobody wants them any more."""
+        """Return the next frame. None: all were taken, or the transfer was stopped."""
         with self._lock:
             rest = self._rest
             if rest is None:

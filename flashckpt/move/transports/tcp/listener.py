@@ -1,8 +1,8 @@
-"""Where lanes come in: a listener that lets nobody in without a ticket.
+"""Listens for lanes, and accepts none without a ticket.
 
-A ticket is 32 random bytes that one node gets in the answer to a call which proved its identity, good for one
-connection and for as long as that call. Whoever shows none within 5 s in all is shown out, and only so many may knock
-at a time, of one address and of all (strangers.py): nothing else is kept for strangers.
+A ticket is 32 random bytes that a node is given in the answer to a call which proved its identity. It is good for one
+connection, and only during that call. A connection that shows none within 5 s in all is closed, and only so many may
+wait at a time, per address and in all (strangers.py): nothing else is kept for strangers.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_KNOCK_SECONDS = 5.0  # from the connection to the ticket, however many bytes come one by one
-_LOOK_SECONDS = 0.5  # how often late strangers are looked for
+_TICKET_SECONDS = 5.0  # from the connection to the complete ticket
+_LOOK_SECONDS = 0.5  # between two looks for late strangers
 _JOIN_SECONDS = 10.0
-_PAUSE_SECONDS = 0.1  # where the kernel has no descriptor for one more
+_PAUSE_SECONDS = 0.1  # before the next try, if the kernel has no descriptor for a connection
 
 
 class Expected:
@@ -54,12 +54,12 @@ class Expected:
         self.error: Exception | None = None  # of the first lane that failed
 
     def wait(self, timeout: float) -> bool:
-        """Whether all lanes that came have ended; at least one has come then."""
+        """Wait until all lanes that were opened have ended, and at least one was. Return False on timeout."""
         with self._state:
             return self._state.wait_for(lambda: 0 < self.entered == self.ended, timeout)
 
     def close(self) -> None:
-        """Nobody comes in any more, and nobody is inside when it returns. May be called twice."""
+        """Accept no more lanes, and wait until none is running. May be called twice."""
         self._listener.forget(self)
         with self._state:
             self._closed = True
@@ -70,7 +70,7 @@ class Expected:
                 _log.warning("%d lanes of %s did not end within %g s", len(self._lanes), self.peer, _JOIN_SECONDS)
 
     def serve(self, lane: Lane) -> None:
-        """In the lane's own thread, which is the caller's."""
+        """Work on the lane in the calling thread, which is the lane's own."""
         with self._state:
             if self._closed:
                 return
@@ -83,7 +83,7 @@ class Expected:
         except FlashError as found:
             error = found
         except Exception as found:
-            _log.exception("a lane of %s failed", self.peer)
+            _log.exception("a data connection of node %s ended with an unexpected error", self.peer)
             error = found
         finally:
             with contextlib.suppress(OSError):
@@ -96,7 +96,7 @@ class Expected:
 
 
 class Listener:
-    """Any thread."""
+    """Accepts data connections and checks their tickets. Any thread may call it."""
 
     def __init__(self, job: str, *, stall_timeout: float, tls: ssl.SSLContext | None = None) -> None:
         """`stall_timeout`: seconds that the other end of a lane may be silent."""
@@ -107,9 +107,9 @@ class Listener:
         self._listener: socket.socket | None = None
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()  # protects what follows
-        self._tickets: dict[bytes, Expected] = {}  # by hash: how long a look takes says nothing about a ticket
+        self._tickets: dict[bytes, Expected] = {}  # by hash: the time of a lookup tells nothing about a ticket
         self._strangers: dict[socket.socket, Stranger] = {}  # in the order of their arrival
-        self._networks: dict[str, str] = {}  # of members: where they last called from
+        self._networks: dict[str, str] = {}  # of members: the network that each last called from
         self._closed = False
 
     @property
@@ -117,7 +117,7 @@ class Listener:
         return self._tls is not None
 
     def start(self, host: str, port: int) -> int:
-        """Listens; the port, which is another one where 0 was asked for."""
+        """Listen. Return the port, which the kernel chooses if 0 was asked for."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -135,19 +135,19 @@ class Listener:
             ) from error
         self._listener = listener
         self.port = listener.getsockname()[1]
-        self._thread = threading.Thread(target=self._accept, name="flashckpt-door", daemon=True)
+        self._thread = threading.Thread(target=self._accept, name="flashckpt-listener", daemon=True)
         self._thread.start()
         return self.port
 
     def expect(self, peer: str, count: int, work: Callable[[Lane], None]) -> Expected:
-        """`work` runs in a thread of each lane that comes with one of the tickets."""
+        """Issue tickets. `work` runs in a thread of each lane that shows one of them."""
         expected = Expected(self, peer, work, count)
         with self._lock:
             self._tickets |= {_hash(ticket): expected for ticket in expected.tickets}
         return expected
 
     def note_address(self, peer: str, address: str) -> None:
-        """A member has called from there: lanes that it is given tickets for are let in before strangers."""
+        """Note a member's address: lanes that it has tickets for are accepted before strangers."""
         with self._lock:
             self._networks[peer] = network_of(address)
 
@@ -157,7 +157,7 @@ class Listener:
                 self._tickets.pop(_hash(ticket), None)
 
     def close(self) -> None:
-        """Who is inside stays until its transfer ends."""
+        """Accept no more lanes. Those that are open stay until their transfers end."""
         with self._lock:
             self._closed = True
             for one in self._strangers:
@@ -176,20 +176,20 @@ class Listener:
         poll.register(self._listener, select.POLLIN)
         while not self._closed:
             try:
-                self._show_out_late(time.monotonic())
+                self._refuse_late(time.monotonic())
                 if not poll.poll(_LOOK_SECONDS * 1000):
                     continue
                 connection, address = self._listener.accept()
                 connection.setblocking(True)
                 self._take_in(connection, Stranger(network_of(address[0]), time.monotonic()))
             except BlockingIOError:
-                continue  # whoever came has gone again
+                continue  # the other end has closed it already
             except OSError as error:
                 if self._closed or error.errno in (errno.EBADF, errno.EINVAL):
                     return
                 time.sleep(_PAUSE_SECONDS)
             except Exception:
-                _log.exception("a data connection could not be accepted; trying again")
+                _log.exception("a data connection could not be accepted; the listener continues")
                 time.sleep(_PAUSE_SECONDS)
 
     def _take_in(self, connection: socket.socket, stranger: Stranger) -> None:
@@ -201,7 +201,7 @@ class Listener:
             elif index is not None:
                 refused = list(self._strangers)[index]
                 del self._strangers[refused]
-                _shut(refused)  # its thread notices and closes it
+                _shut(refused)  # its thread notices this and closes it
         try:
             threading.Thread(target=self._admit, args=(connection,), name="flashckpt-lane", daemon=True).start()
         except BaseException:
@@ -211,22 +211,23 @@ class Listener:
             raise
 
     def _expected(self) -> collections.Counter[str]:
-        """How many lanes may still come from where. Under the lock."""
+        """Return how many lanes may still come from each network. The caller holds the lock."""
         networks = (self._networks.get(expected.peer, "") for expected in self._tickets.values())
         return collections.Counter(network for network in networks if network)
 
-    def _show_out_late(self, now: float) -> None:
-        """The kernel's timeouts are for each byte; this one is for all of them."""
+    def _refuse_late(self, now: float) -> None:
+        """Close connections that have not shown a ticket in time. The kernel's timeouts are for each byte; this one is
+        for all of them."""
         with self._lock:
             for lane, stranger in self._strangers.items():
-                if now - stranger.since > _KNOCK_SECONDS:
+                if now - stranger.since > _TICKET_SECONDS:
                     _shut(lane)
 
     def _admit(self, connection: socket.socket) -> None:
         lane: Lane = connection
         expected: Expected | None = None
         try:
-            set_timeouts(connection, _KNOCK_SECONDS)
+            set_timeouts(connection, _TICKET_SECONDS)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if self._tls is not None:
                 lane = self._wrap(connection, self._tls)
@@ -235,7 +236,7 @@ class Listener:
             set_timeouts(lane, self._stall_timeout)
         except Exception as error:
             if not isinstance(error, FlashError | OSError):
-                _log.exception("a data connection could not be let in")
+                _log.exception("a data connection failed unexpectedly before its ticket was checked")
             _log.info("data connection refused: %s", error)
             expected = None
         finally:
@@ -249,7 +250,7 @@ class Listener:
             expected.serve(lane)
 
     def _wrap(self, connection: socket.socket, tls: ssl.SSLContext) -> Lane:
-        """The same connection with TLS takes the place of the bare one, which can't be shut down any more."""
+        """Replace the bare connection by the same one with TLS; the bare one can't be shut down any more."""
         with self._lock:
             lane = tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
             self._strangers = {lane if one is connection else one: who for one, who in self._strangers.items()}
@@ -270,7 +271,7 @@ class Listener:
 
 
 def _shut(lane: socket.socket) -> None:
-    """End a connection that a thread waits for. The thread closes it."""
+    """Shut down a connection that a thread waits for. The thread closes it."""
     with contextlib.suppress(OSError):
         socket.socket.shutdown(lane, socket.SHUT_RDWR)  # not TLS's own, which changes what the other thread uses
 

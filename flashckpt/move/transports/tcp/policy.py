@@ -1,4 +1,4 @@
-"""Whether chunks go by lanes, and how. Pure."""
+"""Decides whether chunks are sent by lanes, and how. Pure."""
 
 from __future__ import annotations
 
@@ -7,23 +7,26 @@ from dataclasses import dataclass
 from flashckpt.errors import ConfigError
 from flashckpt.types import MAX_LANES, TRANSPORTS
 
-# Opening lanes costs two round trips; so few bytes are there as soon by the call itself.
+# Opening lanes costs two round trips; so few bytes arrive as soon by the call itself.
 SMALLEST_BYTES = 1 << 20
 
 
 def usual_count(cores: int) -> int:
-    """Of one transfer, where nobody asks for another. A connection keeps a core busy at each end; on two cores a second
-    one made a transfer over loopback a tenth slower, and took half as much CPU time again."""
+    """Return the number of lanes per transfer if none is configured.
+
+    A connection keeps a core busy at each end; on two cores a second one made a transfer over loopback a tenth slower,
+    and took half as much CPU time again.
+    """
     return 2 if cores >= 4 else 1
 
 
 @dataclass(frozen=True, slots=True)
 class LanePolicy:
-    """Of one node; both ends of a transfer keep to their own."""
+    """One node's policy for lanes. Each end of a transfer follows its own."""
 
-    transport: str = "auto"  # "tcp": lanes or nothing; "grpc": no lanes; "auto": lanes where they can be had
-    tls: bool = False  # lanes without TLS are neither offered nor taken
-    count: int = 2  # lanes of one transfer
+    transport: str = "auto"  # "tcp": only lanes; "grpc": no lanes; "auto": lanes if they can be opened
+    tls: bool = False  # lanes without TLS are neither offered nor opened
+    count: int = 2  # lanes per transfer
 
     def __post_init__(self) -> None:
         if self.transport not in TRANSPORTS:
@@ -32,17 +35,17 @@ class LanePolicy:
             raise ConfigError(f"lanes: expected 1 to {MAX_LANES}, found {self.count!r}")
 
     def wanted(self, size_bytes: int) -> int:
-        """How many lanes to ask for, for so many bytes."""
+        """Return how many lanes to ask for, for so many bytes."""
         if self.transport == "grpc" or (self.transport == "auto" and size_bytes < SMALLEST_BYTES):
             return 0
         return self.count
 
     def offered(self, wanted: int) -> int:
-        """How many to let in, where another node wants some."""
+        """Return how many lanes to accept if another node wants some."""
         return 0 if self.transport == "grpc" else min(wanted, MAX_LANES)
 
     def why_not(self, offer: Offer | None) -> str:
-        """Why lanes can't be used as they are offered; "" = they can."""
+        """Return why lanes can't be used as they are offered; "" = they can."""
         if offer is None:
             return "the other node offers none"
         if self.tls and not offer.tls:
@@ -52,7 +55,7 @@ class LanePolicy:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Where lanes of one transfer may come in, and what each has to show."""
+    """The port for the lanes of one transfer, and the ticket that each has to show."""
 
     port: int
     tickets: tuple[bytes, ...]

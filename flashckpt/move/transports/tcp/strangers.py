@@ -1,4 +1,4 @@
-"""Decides which connection is refused where more are open than places for those that have shown no ticket yet. Pure."""
+"""Decides which connection without a ticket is refused when there are more than places for them. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 MAX_STRANGERS = 64
 MAX_OF_NETWORK = 16
-_IPV6_NETWORK_BITS = 64  # what one host may have for itself
+_IPV6_NETWORK_BITS = 64  # as many addresses as one host may have for itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +20,11 @@ class Stranger:
     """A connection that has not shown a ticket yet."""
 
     network: str  # see network_of()
-    since: float  # when it was accepted, of the monotonic clock
+    since: float  # monotonic clock at its acceptance
 
 
 def network_of(address: str) -> str:
-    """The part of an address that one host can't choose freely; "" for what is no address."""
+    """Return the part of an address that one host can't choose freely; "" if it is no address."""
     try:
         found = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
@@ -37,11 +37,11 @@ def network_of(address: str) -> str:
 
 
 def whom_to_refuse(strangers: Sequence[Stranger], expected: Mapping[str, int]) -> int | None:
-    """The index of the connection that has to go; None if all may stay. Call it after each connection that comes.
+    """Return the index of the connection to refuse; None if all may stay. Call it after each new connection.
 
     `strangers`: in the order of their arrival. `expected`: how many lanes may still come from a network with the
     tickets that members there were given. These have places of their own, so that strangers elsewhere cost them none.
-    Of the others each network has a share, and the oldest goes first: whoever has a ticket shows it at once.
+    Of the others each network has a share, and the oldest is refused first: a client with a ticket shows it at once.
     """
     if not strangers:
         return None

@@ -1,9 +1,8 @@
-"""Both ends of a lane once it is open: chunks out of a sealed shard into the wire, and out of the wire to whoever
-verifies and keeps them.
+"""Sends and receives chunks over an open lane.
 
-A plain lane sends out of a mapping of the shard, without a look: the receiver verifies, and where it finds a bad frame,
-the sender verifies its own copy of it to know whose fault it was. A lane with TLS has to read anyway, and verifies
-before it sends. Not sendfile: it hands over single pages, which costs both ends more than one copy in large pieces.
+A plain lane sends from a mapping of the shard, unread: the receiver verifies, and if it finds a bad frame, the sender
+verifies its own copy to learn on which side the fault is. A lane with TLS has to read anyway, and verifies before it
+sends. Not sendfile: it hands over single pages, which costs both ends more than one copy in large pieces.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from flashckpt.types import ChunkRange
 
 _MOST_DRAINED_BYTES = 256 << 20
-_LAST_WORDS_SECONDS = 0.2
+_VERDICT_SECONDS = 0.2
 
 
 class Chunks(Protocol):
@@ -46,29 +45,31 @@ class Chunks(Protocol):
     def chunks(self) -> int: ...
 
     def read_chunk(self, index: int) -> bytes:
-        """Verified: CorruptShardError where it is bad."""
+        """Return a chunk, verified. Raise CorruptShardError if it is bad."""
 
     def view_of(self, chunks: ChunkRange) -> memoryview | None:
-        """These chunks, mapped, for the kernel to read; None where they have to be read. The caller releases it."""
+        """Return a mapped view of these chunks, which only the kernel may read; the caller releases it. None: they have
+        to be read."""
 
 
-def carry(lane: Lane, batches: Batches, chunks: Chunks, before: Callable[[int], object]) -> None:
-    """Sends until there is no batch left, and waits for the verdict. `before` gets the bytes of each frame before it
-    goes; what it raises ends the lane.
+def send_chunks(lane: Lane, batches: Batches, chunks: Chunks, before: Callable[[int], object]) -> None:
+    """Send until no batch is left, then wait for the verdict.
 
-    CorruptShardError: our copy is bad. PeerError: the lane broke, or the receiver did not want it.
+    `before` gets the bytes of each frame before it is sent; an exception that it raises ends the lane.
+
+    Raises CorruptShardError if our copy is bad; PeerError if the lane broke, or the receiver refused the chunks.
     """
     try:
         while (batch := batches.take()) is not None:
             _send(lane, batch, chunks, before)
             if _has_news(lane, 0.0):
-                break  # the receiver has something to say before the end
+                break  # the receiver has sent its verdict before the end
         else:
             write(lane, FRAME.pack(END, 0))
     except PeerError:
         batches.stop()
-        # What the receiver said last explains more than how the lane broke.
-        if _has_news(lane, _LAST_WORDS_SECONDS):
+        # The receiver's verdict explains more than how the lane broke.
+        if _has_news(lane, _VERDICT_SECONDS):
             with contextlib.suppress(PeerError):
                 _judge(read_verdict(lane), batches, chunks)
         raise
@@ -79,7 +80,7 @@ def carry(lane: Lane, batches: Batches, chunks: Chunks, before: Callable[[int], 
 
 
 def _has_news(lane: Lane, timeout: float) -> bool:
-    # Not select(): an agent may have more descriptors than that takes.
+    # Not select(): an agent may have more descriptors than it supports.
     poll = select.poll()
     poll.register(lane, select.POLLIN)
     return bool(poll.poll(timeout * 1000))
@@ -99,7 +100,7 @@ def _send(lane: Lane, batch: ChunkRange, chunks: Chunks, before: Callable[[int],
         before(len(view))
         write(lane, FRAME.pack(batch.first, len(view)))
         try:
-            # SAFETY: nobody but the kernel touches the view. Where the file was cut short, that is an error, no signal.
+            # SAFETY: only the kernel touches the view. If the file was cut short, that is an error, not a signal.
             lane.sendall(view)
         except OSError as error:
             if error.errno == errno.EFAULT:
@@ -113,23 +114,25 @@ def _judge(verdict: LaneVerdict, batches: Batches, chunks: Chunks) -> None:
     batches.stop()
     if verdict.code is Code.BAD:
         for index in range(verdict.first, min(verdict.first + batches.at_once, chunks.chunks)):
-            chunks.read_chunk(index)  # raises, if it is ours that is bad
-    raise PeerError(f"lane: not taken: {verdict.text}")
+            chunks.read_chunk(index)  # raises if our copy is bad
+    raise PeerError(f"lane: the receiver refused the chunks: {verdict.text}")
 
 
 class Sink(Protocol):
     """Verifies and keeps chunks."""
 
     def receive(self, first: int, size_bytes: int, fd: int, scratch: memoryview, /) -> bool:
-        """Takes them out of a socket by itself, verified and counted; False: it does not, and they have to be put.
-        OSError is the socket's."""
+        """Receive chunks from a socket, verified and counted. Return False if the caller has to read and put them.
+
+        OSError is the socket's.
+        """
 
     def put_chunks(self, first: int, data: memoryview, /) -> None:
-        """Data is a view of a buffer: it must not be kept beyond the call."""
+        """Take consecutive chunks. Data is a view of a buffer: it must not be kept beyond the call."""
 
 
-def land(lane: Lane, sink: Sink) -> None:
-    """Receives until the end, and gives the verdict. What the basin raises is in it, and is raised here as well."""
+def receive_chunks(lane: Lane, sink: Sink) -> None:
+    """Receive until the end, and send the verdict. An exception of the sink is sent in it, and raised here as well."""
     buffer = memoryview(bytearray(FRAME_BYTES))
     is_plain = not isinstance(lane, ssl.SSLSocket)
     first = 0
@@ -147,10 +150,10 @@ def land(lane: Lane, sink: Sink) -> None:
             read_into(lane, buffer[:size])
             sink.put_chunks(first, buffer[:size])
     except CorruptShardError as error:
-        _part(lane, LaneVerdict(Code.BAD, first, error.message), buffer)
+        _reject(lane, LaneVerdict(Code.BAD, first, error.message), buffer)
         raise
     except FlashError as error:
-        _part(lane, LaneVerdict(Code.REFUSED, first, error.message), buffer)
+        _reject(lane, LaneVerdict(Code.REFUSED, first, error.message), buffer)
         raise
     write(lane, LaneVerdict(Code.TAKEN).pack())
 
@@ -162,9 +165,11 @@ def _received(sink: Sink, first: int, size: int, lane: Lane, scratch: memoryview
         raise broken(error) from error
 
 
-def _part(lane: Lane, verdict: LaneVerdict, buffer: memoryview) -> None:
-    """Says why, and reads on until the sender has heard: a connection that is closed with bytes unread resets, and the
-    verdict would be lost with it."""
+def _reject(lane: Lane, verdict: LaneVerdict, buffer: memoryview) -> None:
+    """Send the verdict, and read on until the sender has it.
+
+    A connection that is closed with bytes unread resets, and the verdict would be lost with it.
+    """
     drained = 0
     with contextlib.suppress(OSError, PeerError):
         write(lane, verdict.pack())
