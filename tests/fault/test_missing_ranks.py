@@ -46,7 +46,7 @@ def test_a_rank_that_stops_saving_is_waited_for_twice_and_saves_go_on_when_it_is
     waited = [step for step, (_, seconds, _) in found.items() if seconds > 3]
     assert len(waited) == 2
     assert all("rank 1 has not called save() since step 2" in found[step][2] for step in waited)
-    assert "waits for memory since" in job.outputs[0]
+    assert "s for memory: " in job.outputs[0]
     assert [said[0] for said in job.said("loaded")] == [["13"]] * 2
 
 
