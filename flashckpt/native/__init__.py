@@ -56,9 +56,7 @@ def _choose() -> tuple[ModuleType, bool]:
             return _core, True
     from flashckpt.native import twin
 
-    _log.warning(
-        "the native core is not used, but its Python implementation, which is hundreds of times slower: %s", reason
-    )
+    _log.warning("using the Python implementation of the native core, which is hundreds of times slower: %s", reason)
     return twin, False
 
 
