@@ -212,7 +212,7 @@ class Catalogue:
                 self.shards[rows["rank"]] = rows
                 seen[rows["rank"]] = True
         if set(np.flatnonzero(~seen).tolist()) != self.lacking:
-            raise InternalError(f"{self.generation}: nobody described ranks {np.flatnonzero(~seen).tolist()[:8]}")
+            raise InternalError(f"{self.generation}: no node described ranks {np.flatnonzero(~seen).tolist()[:8]}")
         self._seen = np.flatnonzero(seen)
         self.layouts = [decode_layout(blob, f"{self.generation}: layout") for blob in layouts]
         self.fingerprints = [hashlib.blake2b(blob, digest_size=16).digest() for blob in layouts]

@@ -40,7 +40,7 @@ class Overlap:
             self._worker.hand_over(pending)
         except BaseException:
             if not pending.cancel():
-                handle.give_up()  # nobody will wait for the copy before the tensors change
+                handle.give_up()  # nothing will wait for the copy before the tensors change
             raise
 
     def settle(self, timeout: float) -> None:

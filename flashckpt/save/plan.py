@@ -50,7 +50,7 @@ class SavePlan:
     tag: int  # names the set of tensors this plan leaves to other ranks of the node; 0: none
     # End of the assumed tensors (state/regions.py) that this shard stores: they come first in the data area.
     assumed_bytes: int = 0
-    assumed: tuple[int, ...] = ()  # indices of all assumed tensors of this rank, whoever stores them
+    assumed: tuple[int, ...] = ()  # indices of all assumed tensors of this rank, including those that others store
 
 
 class Planner:
