@@ -25,8 +25,15 @@ MAX_CLOCK_DIFFERENCE_MS = 24 * 3_600_000
 LATEST_CLOCK_MS = 4_102_444_800_000  # the year 2100: a later clock is wrong
 LAST_EPOCH = 1 << 62  # numbers in messages end at twice this
 
-# Options that decide when a rank saves, loads or allocates memory: ranks that differ in them would wait in vain.
+# Options that decide when a rank saves, loads or allocates memory: ranks that differ in them would wait in vain. And
+# options that decide what is kept in persist_dir: another node orders the flushes when one is lost.
 _COLLECTIVE = (
+    "persist_dir",
+    "persist_on_exit",
+    "persist_overwrite",
+    "keep_latest_k",
+    "keep_every",
+    "keep_steps",
     "interval",
     "fixed_steps",
     "persist_interval",
