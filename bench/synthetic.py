@@ -118,7 +118,7 @@ def decide(
     near = copies.on(rank // RANKS_PER_NODE)
     reader = Reader(rank, catalogue.layout_of(rank), tuple(near))
     needs_of(plan(_wants(catalogue, rank), stored, reader, cast=False), catalogue, frozenset(near))
-    blank = Fetcher(0, 0, straight=False)
+    blank = Fetcher(0, 0, into_tensors=False)
     return plan_retrievals({blank: needs}, copies, catalogue, cluster.places)[blank]
 
 

@@ -1,6 +1,6 @@
 """Peer-replicated in-memory checkpointing for PyTorch training.
 
-Importing this package imports neither torch nor grpc; names below load what they need when first used.
+Importing this package imports neither torch nor grpc. Each name below loads what it needs when it is first used.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Keeps Python's cyclic garbage collector out of the way while a plan of many tensors is made.
+"""Pauses Python's cyclic garbage collector while a plan of many tensors is made.
 
-A plan makes hundreds of thousands of small objects that stay or go by reference count. Each thousand of them would
-start a collection, which walks over every object of the training process to find nothing.
+A plan makes hundreds of thousands of small objects, which reference counts free. Every thousand of them would start a
+collection, which visits every object of the training process and finds nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class _Pause:
-    """Counts who wants it to rest: the save's thread and the caller's may at the same time."""
+    """Counts the open pauses per thread: the save's thread and the caller's may pause it at the same time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # protects what follows
@@ -41,7 +41,7 @@ class _Pause:
     def end(self) -> None:
         with self._lock:
             thread = threading.get_ident()
-            count = self._who.pop(thread, 0)  # none in a child that was forked meanwhile
+            count = self._who.pop(thread, 0)  # 0 in a child that was forked meanwhile
             if count > 1:
                 self._who[thread] = count - 1
             self._resume_if_last()
@@ -58,7 +58,8 @@ class _Pause:
             self._is_paused = False
 
     def _forget(self) -> None:
-        """In the child of a fork: the threads that paused it, and perhaps held the lock, are not there."""
+        """Ends all pauses in a forked child: the threads that paused it, and may have held the lock, do not exist
+        there."""
         self._lock = threading.Lock()
         self._who = {}
         self._resume_if_last()
@@ -69,7 +70,7 @@ _pause = _Pause()
 
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
-    """Nothing is collected within; afterwards it is as it was before. Not for anything that waits."""
+    """Pauses the collector within the block; restores its state afterwards. The block must not wait for anything."""
     try:
         _pause.begin()
         yield
@@ -78,5 +79,5 @@ def collector_paused() -> Iterator[None]:
 
 
 def resume_collector() -> None:
-    """Ends the pauses of this thread that an exception left open. Call it only while no call of ours is under way."""
+    """Ends pauses of this thread that an exception left open. Call it only while no call of flashckpt is under way."""
     _pause.end_all()

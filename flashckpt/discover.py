@@ -1,4 +1,4 @@
-"""Which checkpoints lie in a directory (or below a URL), ours and others': without torch, and without opening one."""
+"""Finds checkpoints of any program in a directory or below a URL, without torch and without opening them."""
 
 from __future__ import annotations
 
@@ -16,32 +16,35 @@ if TYPE_CHECKING:
 
     from flashckpt.persist.storage import Storage
 
-# Besides DCP's own marker: what Hugging Face's and OLMo's checkpoints have.
+# The files that mark a checkpoint as complete: DCP's, and those of Hugging Face.
 _MARKERS = (METADATA, "model.safetensors.index.json", "model.safetensors")
 _NESTED = "model_and_optim"
 _MAX_JSON_BYTES = 64 << 20
 
 
 def checkpoint_dirname(step: int) -> str:
-    """The name of a step's directory in persist_dir."""
+    """Returns the name of a step's directory in persist_dir."""
     return step_name(step)
 
 
 def dir_is_checkpoint(path: str) -> bool:
-    """Whether `path` itself is a complete checkpoint: DCP's, Hugging Face's or OLMo's."""
+    """Returns True if `path` itself is a complete checkpoint: DCP's, Hugging Face's or OLMo's."""
     storage = _open(path)
     files = storage.list() or {}
     return any(marker in files for marker in _MARKERS) or METADATA in (storage.list(_NESTED) or {})
 
 
 def find_checkpoints(path: str) -> Iterator[tuple[int, str]]:
-    """(step, path) of every complete checkpoint in `path`, oldest first. Names: step-N, step_N, stepN, checkpoint-N."""
+    """Yields (step, path) of every complete checkpoint in `path`, oldest first.
+
+    Recognised names: step-N, step_N, stepN, checkpoint-N.
+    """
     storage = _open(path)
     ours = {one.name: one for one in list_steps(storage)}
     names = ((step_of(name, foreign=True), name) for name in storage.list() or {})
     others = sorted((step, name) for step, name in names if step is not None and name not in ours)
     complete = [(one.step, one.name) for one in ours.values() if not one.problem]
-    # A checkpoint of another kind has no index of DCP's at its top.
+    # A checkpoint of another kind has no DCP index at its top level.
     incomplete = [(one.step, one.name) for one in ours.values() if one.problem and one.meta is None] + others
     found = complete + [(step, name) for step, name in incomplete if dir_is_checkpoint(_join(path, name))]
     yield from ((step, _join(path, name)) for step, name in sorted(found))
@@ -52,7 +55,7 @@ def contains_checkpoint(path: str) -> bool:
 
 
 def latest_checkpoint(path: str) -> str:
-    """The newest complete checkpoint in `path`. NotFoundError, which is a FileNotFoundError, where there is none."""
+    """Returns the newest complete checkpoint in `path`. Raises NotFoundError, a FileNotFoundError, if there is none."""
     found = list(find_checkpoints(path))
     if not found:
         raise NotFoundError(f"{path}: expected a checkpoint, found none that is complete")
@@ -60,7 +63,8 @@ def latest_checkpoint(path: str) -> str:
 
 
 def peek(path: str) -> int | None:
-    """The step of the checkpoint at `path`, or of the newest one in it. None where that can't be said; never raises."""
+    """Returns the step of the checkpoint at `path`, or of the newest one in it; None if it is not known. Never
+    raises."""
     try:
         storage = _open(path)
         for name in (META_JSON, "metadata.json"):

@@ -4,11 +4,11 @@
     ├── ConfigError            (ValueError)         you: a setting or argument is wrong
     ├── ClosedError                                  you: used after close()
     ├── ConflictError                                you: two calls at once that must not overlap
-    ├── ExistsError            (FileExistsError)    you: what is to be written is there already
+    ├── ExistsError            (FileExistsError)    you: the file exists already
     ├── UnsupportedValueError  (TypeError)          you: a value in the state dict can't be saved
     ├── StructureError         (ValueError)         you: the state dict does not fit the checkpoint
     │   ├── MissingKeyError    (KeyError)            …a key is in one and not in the other
-    │   └── MismatchError                            …what was declared with compat= is not what is expected
+    │   └── MismatchError                            …compat= at the save and expect= at the load differ
     ├── UnsafeDirectoryError   (PermissionError)    the memory directory is not safely ours
     ├── StorageError           (OSError)            the memory directory's filesystem refuses an operation
     ├── NoSpaceError           (OSError)            busy: tmpfs, inodes, cgroup or budget is full
@@ -16,8 +16,8 @@
     ├── ChangedError                                 you: a tensor changed while it was copied
     ├── NotFoundError          (FileNotFoundError)  not found: no such step or shard
     ├── UnusableError                                not found: shards exist, no generation is usable
-    ├── RetrieveError                                not found: no holder could give what a node lacks of a shard
-    ├── AmbiguousHistoryError                        two unrelated histories, nothing says which is dead
+    ├── RetrieveError                                not found: no holder could give the chunks that a node lacks
+    ├── AmbiguousHistoryError                        two histories, of which none goes on from the other
     ├── FencedError                                  a newer launch owns the job
     ├── LiveJobError                                 you: the trainers of another launch still run
     ├── AgentError             (ConnectionError)    this node's agent can't be started, reached or used
@@ -25,7 +25,7 @@
     ├── DeniedError            (PermissionError)    a credential is missing, expired or another job's
     ├── OtherRankError                               another rank raised, and this one gave up with it
     ├── CorruptShardError                            corrupt: bytes fail verification
-    ├── PersistError           (OSError)            persist_dir can't be written to as it is
+    ├── PersistError           (OSError)            a step could not be flushed to persist_dir
     │   └── ForeignStepError                         …another job's or program's checkpoint lies there
     ├── IncompatibleError                            incompatible: format version, job, number of nodes
     ├── DeadlineError          (TimeoutError)       timed out; says who was missing
@@ -53,7 +53,7 @@ class FlashError(Exception):
         self.fields = fields
 
     def __getattr__(self, name: str) -> Any:
-        # Fields (step, rank, path …) read as attributes.
+        # Makes fields (step, rank, path …) readable as attributes.
         fields = self.__dict__.get("fields", {})
         if name in fields:
             return fields[name]
@@ -85,13 +85,13 @@ class ClosedError(FlashError):
 
 
 class ConflictError(FlashError):
-    """Two calls overlap that must not. A save that only has to wait is a BusyError."""
+    """Two calls overlap that must not. Not for a save that only has to wait (BusyError)."""
 
     code = "FC-USE-002"
 
 
 class ExistsError(FlashError, FileExistsError):
-    """What is to be written is there already. Nothing was touched. Not for steps, which may be saved again."""
+    """Raised when a file to be written exists already. No file was changed. Not for steps, which may be saved again."""
 
     code = "FC-USE-003"
 
@@ -115,7 +115,7 @@ class MissingKeyError(StructureError, KeyError):
 
 
 class MismatchError(StructureError):
-    """What was declared with `compat=` at save is not what `expect=` says. No tensor was read."""
+    """What was declared with `compat=` at the save differs from `expect=` at the load. No tensor was read."""
 
     code = "FC-STR-003"
 
@@ -169,15 +169,15 @@ class NotFoundError(FlashError, FileNotFoundError):
 
 
 class UnusableError(FlashError):
-    """Shards of the job exist, but no generation is whole; lists why, candidate by candidate."""
+    """Shards of the job exist, but no generation is usable; lists the reason for each."""
 
     code = "FC-LOAD-002"
     default_hint = "pass allow_fresh=True to start anew in spite of that"
 
 
 class AmbiguousHistoryError(FlashError):
-    """Two complete histories of which none goes on from the other. Both are as they were. Not for a history that a
-    later launch has knowingly left behind: that one is abandoned.
+    """Two complete histories of which none goes on from the other. Nothing was changed. Not for a history that a later
+    launch has knowingly left behind: that one is abandoned.
 
     `histories`: their names, oldest first; `steps`: the newest complete step of each.
     """
@@ -186,14 +186,14 @@ class AmbiguousHistoryError(FlashError):
 
 
 class RetrieveError(FlashError):
-    """What this node lacks of a shard can't be had from any of its holders. Not for an agent of this node that is gone
-    (AgentError), nor for a deadline that passed (DeadlineError).
+    """No holder of a shard gave the chunks that this node lacks. Not for an agent of this node that ended (AgentError),
+    nor for a deadline that passed (DeadlineError).
 
-    `problems`: for each shard that is lacking, as (shard, ((node, reason), …)); node "" where the reason is here.
+    `problems`: (shard, ((node, reason), …)) for each such shard; node "" if the reason is on this node.
     """
 
     code = "FC-LOAD-005"
-    default_hint = "an older generation may be whole; `flashckpt status` shows who holds what"
+    default_hint = "an older generation may be usable; `flashckpt status` shows which node holds what"
 
 
 class FencedError(FlashError):
@@ -220,7 +220,7 @@ class AgentError(FlashError, ConnectionError):
     """This node's agent can't be started, reached or used. What is sealed in the node's memory is not affected."""
 
     code = "FC-AGT-001"
-    default_hint = "`flashckpt agent status` shows it, and where its log is"
+    default_hint = "`flashckpt agent status` shows its state, and where its log is"
 
 
 class PeerError(FlashError, ConnectionError):
@@ -236,9 +236,11 @@ class DeniedError(FlashError, PermissionError):
 
 
 class OtherRankError(FlashError):
-    """Another rank raised; this one gave up with it, so that all stay in step. The cause is in its message and log.
+    """Another rank raised; this one gave up with it, so that all do the same. The cause is in that rank's error and
+    log.
 
-    With on_save_error="raise" also for a step that was saved here and that another rank failed to save or left out.
+    With on_save_error="raise", also raised for a step that was saved here, but that another rank failed to save or
+    skipped.
     """
 
     code = "FC-RANK-001"
@@ -251,20 +253,20 @@ class CorruptShardError(FlashError):
 
 
 class IncompatibleError(FlashError):
-    """A format version, a job or a topology this version can't work with. The bytes themselves are fine."""
+    """A format version, a job or a topology that this version can't work with. The bytes are not damaged."""
 
     code = "FC-FMT-002"
 
 
 class PersistError(FlashError, OSError):
-    """A step was not brought to persist_dir. It stays in memory, and the flush is tried again."""
+    """A step was not flushed to persist_dir. It stays in memory, and the flush is tried again."""
 
     code = "FC-DISK-001"
     default_hint = "`flashckpt status` shows whether the next attempts succeed"
 
 
 class ForeignStepError(PersistError):
-    """What lies in persist_dir was not written by this job. Nothing of it was touched."""
+    """persist_dir has a step that this job did not write. No file was changed."""
 
     code = "FC-DISK-002"
 

@@ -50,12 +50,13 @@ _armed: dict[str, _Armed] = {}
 
 
 def is_testing(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether what only tests use has an effect."""
+    """Returns True if features for tests only are on."""
     return environ.get("FLASHCKPT_TESTING") == "1"
 
 
 def arm(environ: Mapping[str, str] = os.environ) -> None:
-    """Reads the environment; done once at import, and again by a test's child after its fork."""
+    """Arms the failpoints that the environment names. Called once at import, and again by a test's child after its
+    fork."""
     _armed.clear()
     if is_testing(environ):
         _armed.update(parse(environ.get("FLASHCKPT_FAILPOINTS", "")))
@@ -65,7 +66,7 @@ arm()
 
 
 def failpoint(name: str) -> None:
-    """Does nothing unless `name` is armed."""
+    """Takes the action of failpoint `name`, if it is armed."""
     if _armed and name in _armed:
         _fire(name, _armed[name])
 
@@ -83,7 +84,7 @@ def _fire(name: str, armed: _Armed) -> None:
     if armed.action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif armed.action == "stop":
-        # IMPORTANT: to this thread. Sent to the process, another thread may take it, and this one goes on for a while.
+        # IMPORTANT: stop this thread. If the signal is sent to the process, this thread may go on for a while.
         signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
     elif armed.action == "sleep":
         time.sleep(float(armed.argument))

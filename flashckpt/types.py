@@ -1,4 +1,4 @@
-"""The values that stages hand to each other: frozen, without behaviour beyond their own invariants."""
+"""The values that stages pass to each other: frozen, with no behaviour except their own invariants."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Outcome(enum.StrEnum):
 class Generation(NamedTuple):
     """One attempt of the whole job to save one step. Two attempts at the same step never mix.
 
-    `epoch` and `nonce` name the launch, `seq` counts its attempts.
+    `epoch` and `nonce` identify the launch, `seq` numbers its attempts at the step.
     A tuple, because directory scans make thousands of them.
     """
 
@@ -46,19 +46,23 @@ class Generation(NamedTuple):
 
 
 def age_order(generation: Generation) -> tuple[int, int, int, int]:
-    """Newest last on one line: steps never go down within a launch, nor from a launch to the one that continues it."""
+    """Returns a key that sorts the generations of one line by age, newest last.
+
+    Steps never go down within a launch, nor from a launch to the one that continues it.
+    """
     return (generation.step, generation.epoch, generation.nonce, generation.seq)
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One start of the job's trainers: its place in time and a random name nobody else has."""
+    """One start of the job's trainers: its epoch and a random nonce, which tells it apart from all others."""
 
     epoch: int
     nonce: int
 
     def is_older_than(self, other: Launch) -> bool:
-        """Two launches of one millisecond: arbitrary, but alike everywhere."""
+        """Returns True if this launch has the lower epoch. For equal epochs the answer is arbitrary, but the same
+        everywhere."""
         return (self.epoch, self.nonce) < (other.epoch, other.nonce)
 
 
@@ -66,12 +70,12 @@ class Launch:
 class Claimant:
     """A live trainer of the launch that a node's agent works for."""
 
-    process: str  # tells the process apart from every other, of any machine
+    process: str  # identifies the process among those of all machines
     pid: int
     rank: int
     launch: Launch
     claimed_at: float  # when it began that launch, in seconds since 1970
-    is_ending: bool  # a signal is about to end it, or it is on its way out
+    is_ending: bool  # a signal is about to end it, or it is exiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +92,10 @@ class ShardId:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A sealed shard as an agent knows it, its own trainers' or a replica."""
+    """A sealed shard that an agent holds: one of its own trainers, or a replica."""
 
     shard: ShardId
-    digest: bytes  # 16 bytes: BLAKE2b of everything before the data area, checksums included: names the content
+    digest: bytes  # 16 bytes: BLAKE2b of everything before the data area, with its checksums; identifies the content
     size_bytes: int
     tag: int
 
@@ -101,8 +105,8 @@ class Member:
     """One node of a launch."""
 
     node_id: str
-    address: str  # host:port of its agent, the host numeric; "" where the launch has one node
-    domain: str  # failure domain, e.g. the rack; "" where none was given
+    address: str  # host:port of its agent, the host numeric; "" if the launch has one node
+    domain: str  # failure domain, e.g. the rack; "" if none was given
     ranks: tuple[int, ...]  # sorted
 
 
@@ -121,7 +125,7 @@ def _bounds(least: float = 0, most: float | None = None, *, above: bool = False)
 
 @dataclass(frozen=True, slots=True)
 class PersistSettings:
-    """How a launch uses its persistent tier; CheckpointConfig says what each of them means."""
+    """The settings of a launch's persistent tier. CheckpointConfig documents each of them."""
 
     directory: str  # an absolute path or a URL
     interval: int | None = field(default=None, metadata=_bounds(1))  # steps
@@ -139,12 +143,12 @@ class PersistSettings:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What the agents of a launch have to know to replicate and commit without the trainers."""
+    """What the agents of a launch need to know to replicate and commit without the trainers."""
 
     launch: Launch
     world: int
     members: tuple[Member, ...]  # in the order of their lowest rank; the first one coordinates
-    replicas: int  # copies on other nodes that were asked for
+    replicas: int  # number of copies on other nodes that the config asks for
     strategy: str = field(metadata=_bounds(most=256))  # of placement
     slots_per_rank: int
     persist: PersistSettings | None = None  # None: memory only
@@ -161,22 +165,22 @@ class Record:
 
     generation: Generation
     world: int
-    replicas: int  # copies that every shard had on other nodes; may be fewer than asked for on a small cluster
+    replicas: int  # number of copies of every shard on other nodes; a small cluster may have fewer than the config says
     committed_at: float  # seconds since 1970, for people
-    keeps: tuple[Generation, ...] = ()  # older ones that stay beside it, newest first; the coordinator decided
+    keeps: tuple[Generation, ...] = ()  # older generations that the coordinator keeps too, newest first
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A generation with shards that no node had which took part or answered, when somebody last looked."""
+    """A generation of which no node had some shards, at the last look. Only nodes that answered count."""
 
     generation: Generation
-    ranks: tuple[int, ...]  # whose shards, or the first of them
+    ranks: tuple[int, ...]  # those without a shard, or the first of them
     reason: str
 
 
 class Box(NamedTuple):
-    """A rectangular region of a global tensor. A tuple, like TensorEntry: there is one a tensor, at every load."""
+    """A rectangular region of a global tensor. A tuple, like TensorEntry, because every load makes one per tensor."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -189,7 +193,7 @@ class Box(NamedTuple):
         return product
 
     def intersect(self, other: Box) -> Box | None:
-        """The common region, or None where there is none. Two 0-dim boxes meet in one element."""
+        """Returns the common region; None if there is none. Two 0-dim boxes have one element in common."""
         if self == other and 0 not in self.sizes:
             return self
         offsets, sizes = [], []
@@ -203,7 +207,7 @@ class Box(NamedTuple):
 
 
 class TensorEntry(NamedTuple):
-    """Where one region of one tensor lies in a shard's data area.
+    """One region of one tensor, and its byte range in a shard's data area.
 
     Two entries may share a byte range only if it is exactly the same one (tied weights).
     """
@@ -215,12 +219,12 @@ class TensorEntry(NamedTuple):
     box: Box  # row-major within the byte range
     offset_bytes: int  # from the start of the data area
     length_bytes: int
-    per_rank: bool = False  # belongs to this shard's rank alone; (fqn, rank) is then its name
+    per_rank: bool = False  # belongs to this shard's rank alone; (fqn, rank) is its name then
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What stays the same from save to save while the state's structure does."""
+    """The entries of a shard. They stay the same from save to save while the state's structure does."""
 
     entries: tuple[TensorEntry, ...]
 
@@ -236,7 +240,7 @@ class ShardHeader:
     values_offset_bytes: int  # packed non-tensor values, in the data area
     values_length_bytes: int
     chunk_bytes: int
-    chunk_crcs: bytes  # little-endian uint32 CRC32C a chunk of the data area
+    chunk_crcs: bytes  # one little-endian uint32 CRC32C per chunk of the data area
     data_offset_bytes: int  # from the start of the file
     data_length_bytes: int
     saved_at: float  # seconds since 1970, for people; never decides anything
@@ -265,19 +269,19 @@ class ChunkRange:
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """Chunks of a shard to fetch from one holder, or from the next ones where that fails."""
+    """Chunks of a shard to fetch from one holder, or from the next one if that fails."""
 
-    ranges: tuple[ChunkRange, ...]  # ascending, apart from each other
+    ranges: tuple[ChunkRange, ...]  # ascending, with a gap between any two
     sources: tuple[str, ...]  # node ids, in the order to ask them
 
 
 @dataclass(frozen=True, slots=True)
 class Retrieval:
-    """What a node lacks of one shard. Portions do not overlap; a whole one has every chunk in them."""
+    """The chunks that a node lacks of one shard. Portions do not overlap. If `whole`, they contain every chunk."""
 
     shard: ShardId
     digest: bytes
     tag: int
     size_bytes: int  # of the whole file
-    whole: bool  # every chunk: the result is sealed and stays as a replica; else it lasts as long as the load
+    whole: bool  # True: the result is sealed and stays as a replica; False: it is removed after the load
     portions: tuple[Portion, ...]

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# A waiter checks its condition this often without being woken: the thread that was to wake it may be interrupted.
+# A waiter checks its condition this often without being woken: the thread that should wake it may be interrupted.
 _LOOK_SECONDS = 0.5
-_EXIT_SECONDS = 30.0  # the end of the process waits so long for workers with `finishes`
+_EXIT_SECONDS = 30.0  # the end of the process waits at most this long for workers with `finishes`
 
 
 class Changed(_thread.RLock):  # type: ignore[misc]  # final in the stubs only; `with` needs the C methods
@@ -221,12 +221,12 @@ def _begin(thread: threading.Thread) -> None:
 
 
 _at_exit: weakref.WeakSet[Worker] = weakref.WeakSet()
-_waits_at_exit: list[int] = []  # in these processes
+_waits_at_exit: list[int] = []  # ids of the processes that have registered the handler
 
 
 def _wait_at_exit(worker: Worker) -> None:
     if os.getpid() not in _waits_at_exit:
-        # Not at import: what is registered later runs earlier, and this must run before gRPC, for one, is shut down.
+        # Not at import: handlers registered later run earlier, and this one must run before gRPC is shut down.
         _waits_at_exit.append(os.getpid())
         _at_exit.clear()  # in a forked child: the parent's
         atexit.register(_finish_all)

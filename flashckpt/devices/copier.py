@@ -1,4 +1,4 @@
-"""Copies a state into a slot. For each device type it uses the best of three ways that works:
+"""Copies a state into a slot. Uses, for each device type, the best of three ways that works:
 
 `registered`: the slot's memory is registered with the driver; copies are queued on a side stream.
 `ring`: the device copies into two pinned buffers, from which the host copies each chunk into the slot.
@@ -101,7 +101,7 @@ class Copier:
         threads: int = 1,
     ) -> None:
         """`registrars`: by device type; None: the common table. `bytes_per_second`: a budget for all devices together.
-        `threads`: how many threads copy from pinned buffers into the slot."""
+        `threads`: number of threads that copy from pinned buffers into the slot."""
         self._registrars = all_registrars() if registrars is None else dict(registrars)
         self._throttle = Throttle(bytes_per_second)
         self._has_budget = bytes_per_second is not None
@@ -118,7 +118,8 @@ class Copier:
 
     @property
     def ways(self) -> dict[str, str]:
-        """Device type → way, of all types that were copied from or prepared for. Without any: `cpu: host only`."""
+        """Device type → way, of all types that were copied from or prepared for. If there are none: `cpu: host
+        only`."""
         with self._lock:
             return {**self._ways} if self._ways else {"cpu": "host only"}
 
@@ -184,7 +185,7 @@ class Copier:
             try:
                 self._way(device, data)
             except RuntimeError as error:
-                log.warning("preparing a slot for copies from %s failed, the save tries again: %s", device, error)
+                log.warning("a slot could not be prepared for copies from %s; the save tries again: %s", device, error)
 
     def keep_only(self, size_bytes: int) -> None:
         """Unregister slots of any other size, so that the store can resize or remove them."""
@@ -281,9 +282,9 @@ def _cut(copies: Sequence[DeviceCopy], limit_bytes: int, *, whole: bool = False)
 
 def _tell(kind: str, way: Way, memory: RegisteredMemory | None) -> None:
     if way == "registered":
-        log.info("saves from %s: devices copy straight into the slots, which are registered with the driver", kind)
+        log.info("saves from %s: devices copy directly into the slots, which are registered with the driver", kind)
     elif way == "ring" and memory is None:
-        log.info("saves from %s: through pinned buffers; no way is known to register memory with its driver", kind)
+        log.info("saves from %s: through pinned buffers, because flashckpt can't register memory with its driver", kind)
     elif way == "ring":
         log.warning("saves from %s: registering memory failed; they go through pinned buffers from now on", kind)
     else:

@@ -39,7 +39,11 @@ def pinned_buffer(device: torch.device, size_bytes: int) -> torch.Tensor | None:
     try:
         buffer = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
     except RuntimeError as error:
-        log.warning("no pinned memory for %s, pageable is used: %s", device.type, str(error).partition("\n")[0])
+        log.warning(
+            "no pinned memory for %s, copies are slower with pageable memory: %s",
+            device.type,
+            str(error).partition("\n")[0],
+        )
         return None
     return buffer if buffer.is_pinned() else None
 

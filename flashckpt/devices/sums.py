@@ -1,6 +1,6 @@
-"""Sums of a tensor's bits, weighted by place: the device computes them, or the host for bytes in its own memory.
+"""Sums a tensor's bits, weighted by place: on the tensor's device, or on the host for bytes in its memory.
 
-Each place has a weight of its own that looks random, so the sum changes if elements change places, signs or bits.
+Each place has its own pseudo-random weight, so that the sum changes if elements change places, signs or bits.
 """
 
 from __future__ import annotations

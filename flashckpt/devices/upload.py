@@ -44,7 +44,7 @@ class Upload:
         return self._buffers[self._turn]
 
     def put(self, source: torch.Tensor, into: torch.Tensor) -> None:
-        """Copy `source`, a view of the current buffer, into a tensor of whatever device, stride or dtype."""
+        """Copy `source`, a view of the current buffer, into a tensor of any device, stride or dtype."""
         stream = None if into.is_cpu else self._stream(into.device)
         if stream is None:
             copy_into(into, source)
@@ -70,7 +70,7 @@ class Upload:
         return torch.empty(self.buffer_bytes, dtype=torch.uint8)
 
     def _stream(self, device: torch.device) -> torch.Stream | None:
-        """Return our stream of the device, which first waits for what the caller has queued there.
+        """Return the side stream of the device, which first waits for what the caller has queued there.
 
         None: the backend has no streams, and copies are synchronous.
         """

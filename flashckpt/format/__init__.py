@@ -1,1 +1,1 @@
-"""Bytes ↔ types: what a shard file looks like. Pure, without torch; docs/format.md has every rule."""
+"""Encodes and decodes shard files. Pure, without torch. docs/format.md has every rule."""

@@ -1,12 +1,12 @@
-"""The format's fixed numbers, each in one place. A reader refuses what is above a cap before it allocates."""
+"""The fixed numbers of the format. A reader refuses what exceeds a cap before it allocates memory."""
 
 from __future__ import annotations
 
 FORMAT_VERSION = 1
 
 PREAMBLE_BYTES = 64
-# Room that geometry() keeps for the header's fields other than the layout and the chunk table, at their
-# longest: a job of 256 bytes and full-length varints come to 385.
+# Room that geometry() keeps for the header's fields other than the layout and the chunk table. With a job of 256 bytes
+# and full-length varints they take 385 bytes.
 IDENTITY_ROOM_BYTES = 512
 
 DATA_ALIGNMENT_BYTES = 4096  # a page: the data area can be mapped and read directly
@@ -19,7 +19,7 @@ CRC_BYTES = 4
 
 MAX_HEADER_BYTES = 64 << 20
 MAX_ENTRIES = 1 << 20
-MAX_ENTRY_BYTES = 16 << 10  # one encoded entry: bounds what a hostile one can expand to
+MAX_ENTRY_BYTES = 16 << 10  # one encoded entry: bounds the memory that decoding a hostile one takes
 MAX_NAME_BYTES = 4 << 10  # an fqn, or one string key of a path
 MAX_PATH_PARTS = 64
 MAX_DIMS = 64
@@ -33,7 +33,7 @@ MAX_VALUES_BYTES = 1 << 30
 MAX_VALUE_DEPTH = 64
 MAX_VALUE_ITEMS = 1 << 24  # values in one blob, nested ones included
 MAX_VALUE_INT_BYTES = 64 << 10
-MAX_VALUE_DIMS = 32  # what every numpy can hold
-# Keys of one dict or set with the same hash. Python's hash of numbers is not keyed, so without a cap a
-# hostile blob makes insertion quadratic. Real keys share a hash by twos and threes (-1 and -2).
+MAX_VALUE_DIMS = 32  # supported by every version of numpy
+# Keys of one dict or set with the same hash. Python's hash of numbers is not keyed, so that without a cap a hostile
+# blob makes insertion quadratic. At most two or three real keys have the same hash (-1 and -2).
 MAX_SAME_HASH = 64

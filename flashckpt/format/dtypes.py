@@ -1,6 +1,6 @@
-"""Bytes an element of each torch dtype takes, by torch's name without the "torch." prefix.
+"""Bytes per element of each torch dtype, by torch's name without the "torch." prefix.
 
-Quantized dtypes are no tensor dtypes of a shard: their bytes mean nothing without scale and zero point.
+A shard has no tensors of quantized dtypes: their bytes mean nothing without scale and zero point.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ONE_BYTE = (
     "bits1x8",
     "bits2x4",
     "bits4x2",
-    # torch stores the integers below a byte one to a byte
+    # torch stores each integer of less than a byte in one byte
     *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
 )
 

@@ -1,6 +1,6 @@
-"""The layout of a shard's tensors as bytes, and the rules its entries obey.
+"""Encodes and decodes the layout of a shard's tensors, and checks the rules of its entries.
 
-The same checks run before encoding and after decoding, so what was sealed can be read.
+The same checks run before encoding and after decoding, so that every sealed layout can be read.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ITEM_BYTES = dict(ITEMSIZE)
 
 
 def encode_layout(layout: Layout) -> bytes:
-    """The same bytes for the same layout. Refuses whatever `decode_layout` would refuse."""
+    """Encodes a layout, always to the same bytes. Refuses what `decode_layout` would refuse."""
     entries = layout.entries
     if len(entries) > MAX_ENTRIES:
         raise UnsupportedValueError(f"layout: expected at most {MAX_ENTRIES} entries, found {len(entries)}")
@@ -63,12 +63,12 @@ def encode_layout(layout: Layout) -> bytes:
 
 
 def fingerprint(layout_bytes: bytes) -> bytes:
-    """Two shards with the same fingerprint have the same layout."""
+    """Returns a hash of the layout: two shards with the same fingerprint have the same layout."""
     return hashlib.blake2b(layout_bytes, digest_size=FINGERPRINT_BYTES).digest()
 
 
 def decode_layout(data: bytes, where: str = "layout") -> Layout:
-    """Trusts nothing. One entry at a time, so that the cost stays bounded by the entries accepted so far."""
+    """Decodes hostile bytes: one entry at a time, so that the cost is bounded by the entries accepted so far."""
     caps = (MAX_ENTRIES, MAX_ENTRY_BYTES, MAX_NAME_BYTES, MAX_PATH_PARTS, MAX_DIMS, ENTRY_ALIGNMENT_BYTES)
     plain = native.layout_entries(data, _ITEM_BYTES, caps, TensorEntry, Box)
     if plain is not None and len({entry.fqn for entry in plain}) == len(plain):
@@ -77,7 +77,7 @@ def decode_layout(data: bytes, where: str = "layout") -> Layout:
 
 
 def _decode_layout(data: bytes, where: str) -> Layout:
-    """Every rule by itself, with a message for each. The native core only skips what keeps them all."""
+    """Checks every rule, with a message for each. The native core only decodes layouts that keep all of them."""
     entries: list[TensorEntry] = []
     rules = _RangeRules()
     position, size = 0, len(data)
@@ -97,7 +97,7 @@ def _decode_layout(data: bytes, where: str) -> Layout:
 
 
 def end_bytes(layout: Layout) -> int:
-    """The first byte of the data area behind every tensor. Ranges are ordered: it is the last one's end."""
+    """Returns the end of the last tensor in the data area. Ranges are ordered, so that it is the last entry's end."""
     if not layout.entries:
         return 0
     last = layout.entries[-1]
@@ -112,7 +112,7 @@ def _append_varint(out: bytearray, value: int) -> None:
 
 
 def _entry_length(data: bytes, position: int, where: str) -> tuple[int, int]:
-    """The varint at `position`, in its shortest form, of an entry that is wholly there."""
+    """Reads the varint at `position`. Refuses a form that is not the shortest, and an entry that is cut off."""
     length = shift = 0
     start = position
     for byte in data[start : start + 3]:  # three bytes reach 2 MiB, far above MAX_ENTRY_BYTES
@@ -156,12 +156,12 @@ def _from_bytes(data: bytes, where: str) -> TensorEntry:
         message = format_pb2.TensorEntry.FromString(data)
     except DecodeError as error:
         corrupt(where, "a TensorEntry", str(error))
-    # Unknown fields, repeated singular fields, over-long or overflowing varints, a true that is not 1: all are
-    # refused, so that no two readers can take different meanings from one shard.
+    # Unknown fields, repeated singular fields, over-long or overflowing varints, a true that is not 1: all are refused,
+    # so that no two readers can interpret one shard differently.
     message.DiscardUnknownFields()
     if message.SerializeToString(deterministic=True) != data:
         corrupt(where, "the canonical encoding of what it says", "another one")
-    # Counts first: nothing below runs over more elements than the caps allow.
+    # Check the counts first: then nothing below iterates over more elements than the caps allow.
     if len(message.path) > MAX_PATH_PARTS:
         corrupt(where, f"at most {MAX_PATH_PARTS} path parts", f"{len(message.path)}")
     shape, offsets, sizes = message.global_shape, message.offsets, message.sizes
@@ -186,7 +186,7 @@ def _from_bytes(data: bytes, where: str) -> TensorEntry:
 
 
 def _refuse_name(entry: TensorEntry) -> str:
-    """Why the key, path, dtype or number of dimensions can't be in a shard, or ""."""
+    """Returns why the key, path, dtype or number of dimensions can't be in a shard; "" if they can."""
     if reason := _refuse_text(entry.fqn):
         return f"key: {reason}"
     if not 1 <= len(entry.path) <= MAX_PATH_PARTS:
@@ -220,7 +220,7 @@ def _refuse_text(text: str) -> str:
 
 
 class _RangeRules:
-    """The rules about boxes and byte ranges, which look back at the entries before."""
+    """Checks the rules about boxes and byte ranges, which depend on the entries before."""
 
     __slots__ = ("_boxes", "_end", "_first", "_previous")
 
@@ -228,12 +228,12 @@ class _RangeRules:
         self._previous: TensorEntry | None = None
         self._end = 0
         self._first: dict[str, TensorEntry] = {}
-        # Of keys with several entries. As text: Python's hash of text is keyed, that of integers can be
-        # steered into collisions.
+        # Boxes of keys with several entries. As text, because Python's hash of text is keyed; integers could be chosen
+        # so that their hashes collide.
         self._boxes: set[tuple[str, str]] = set()
 
     def refuse(self, entry: TensorEntry) -> str:
-        """Why the next entry can't be in a shard, or ""."""
+        """Returns why the next entry can't be in a shard; "" if it can."""
         reason = _refuse_box(entry) or self._refuse_range(entry) or self._refuse_sibling(entry)
         self._previous = entry
         self._end = max(self._end, entry.offset_bytes + entry.length_bytes)
@@ -257,7 +257,7 @@ class _RangeRules:
         return ""
 
     def _refuse_sibling(self, entry: TensorEntry) -> str:
-        """An entry with the key of an earlier one is another region of the same tensor, nothing else."""
+        """Returns why an entry with the key of an earlier one is not another region of the same tensor; "" if it is."""
         first = self._first.setdefault(entry.fqn, entry)
         if first is entry:
             return ""

@@ -1,4 +1,4 @@
-"""The first 64 bytes of a shard. All zeros means: not sealed."""
+"""Encodes and checks the first 64 bytes of a shard. All zeros means: not sealed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flashckpt.format.caps import (
 )
 from flashckpt.format.refuse import corrupt
 
-# A byte above 127 and a line end of both kinds: any text-mode transfer damages it visibly.
+# A byte above 127 and both kinds of line end, so that any text-mode transfer damages it detectably.
 MAGIC = b"\x89FCKPT\r\n"
 
 # magic, version, header length, header CRC, 4 reserved, data offset, data length, 20 reserved; then the CRC
@@ -49,7 +49,7 @@ def pack(preamble: Preamble) -> bytes:
 
 
 def unpack(data: bytes, file_length_bytes: int, where: str) -> Preamble:
-    """Checks every rule of the preamble; `file_length_bytes` is the length of the whole shard."""
+    """Decodes a preamble and checks every rule of it. `file_length_bytes` is the length of the whole shard."""
     if len(data) != PREAMBLE_BYTES:
         corrupt(where, f"a preamble of {PREAMBLE_BYTES} bytes", f"{len(data)} bytes")
     if data == _UNSEALED:
@@ -58,8 +58,8 @@ def unpack(data: bytes, file_length_bytes: int, where: str) -> Preamble:
     magic, version, header_length, header_crc, reserved, data_offset, data_length, rest = _BODY.unpack(body)
     if magic != MAGIC:
         corrupt(where, f"magic {MAGIC.hex()}", magic.hex())
-    # The checksum comes before the version: its place is the same in every version, so that a damaged
-    # version number is told apart from a foreign one.
+    # Check the checksum before the version. Its place is the same in every version, so that a damaged version number is
+    # not taken for another version.
     (crc,) = _CRC.unpack(data[_BODY.size :])
     if crc != (actual := native.crc32c(body)):
         corrupt(where, f"preamble crc32c {crc:#010x}", f"{actual:#010x}")

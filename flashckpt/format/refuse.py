@@ -1,4 +1,4 @@
-"""One way to say no to bytes: where, what was expected, what was found."""
+"""Raises CorruptShardError in one form: where, what was expected, what was found."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _brief.maxstring = _brief.maxother = _LONGEST
 
 
 def shorten(value: Any) -> str:
-    """`repr` of a value from outside, cut so that it can neither flood a log nor fail."""
+    """Returns the `repr` of a hostile value, cut so that it can't flood a log. Never raises."""
     try:
         text = _brief.repr(value[:_LONGEST] if isinstance(value, str | bytes) else value)
     except Exception:  # an integer too long for decimal digits, or a class whose repr raises
@@ -23,7 +23,7 @@ def shorten(value: Any) -> str:
 
 
 def corrupt_because(where: str, reason: str) -> NoReturn:
-    """For a rule that the writer checks too: the reason already says what was expected and found."""
+    """Raises for a rule that the writer checks too: the reason already says what was expected and found."""
     raise CorruptShardError(f"{where}: {reason}", hint=_HINT, where=where)
 
 

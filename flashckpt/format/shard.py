@@ -1,7 +1,7 @@
-"""A whole shard: where its parts lie, how it is sealed, and how it is read by somebody who trusts nothing.
+"""Lays out, seals and reads a whole shard. Reading treats all bytes as hostile.
 
-Writing: `invalidate` → data → `encode_header` → `seal_bytes`. The preamble is written last, so a writer that
-dies anywhere before leaves a shard that every reader refuses.
+Writing: `invalidate` → data → `encode_header` → `seal_bytes`. The preamble is written last, so that a writer that dies
+anywhere before leaves a shard that every reader refuses.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Where the data area of a shard lies; it reaches to the end of the file."""
+    """The place of a shard's data area, which reaches to the end of the file."""
 
     data_offset_bytes: int
     data_length_bytes: int
@@ -68,10 +68,10 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True)
 class ShardEnvelope:
-    """A header whose layout was not decoded: enough to identify, verify and move a shard.
+    """A header with its layout not decoded: enough to identify, verify and move a shard.
 
-    Decoding tens of thousands of entries takes a hundred times longer than everything else in a header, and
-    who only keeps shards for others has no use for them.
+    Decoding tens of thousands of entries takes a hundred times longer than everything else in a header, and a node that
+    only keeps replicas does not need them.
     """
 
     job: str
@@ -91,7 +91,7 @@ class ShardEnvelope:
 
 
 def geometry(layout_length_bytes: int, payload_bytes: int, granule_bytes: int, chunk_bytes: int) -> Geometry:
-    """Reserves room for the header and rounds the file up to a multiple of `granule_bytes`."""
+    """Returns a geometry with room for the header, and the file rounded up to a multiple of `granule_bytes`."""
     if not _is_chunk_size(chunk_bytes):
         raise ConfigError(f"chunk_bytes: expected {_CHUNK_RULE}, found {chunk_bytes}")
     if granule_bytes <= 0 or granule_bytes % DATA_ALIGNMENT_BYTES:
@@ -100,8 +100,8 @@ def geometry(layout_length_bytes: int, payload_bytes: int, granule_bytes: int, c
         raise InternalError(f"geometry: negative length {layout_length_bytes} or {payload_bytes}")
     chunks = 0
     while True:
-        # The chunk table is part of the header, and its length depends on where the data area starts.
-        # Growing the table never needs more than a few rounds: 4 bytes of it stand for a whole chunk.
+        # The chunk table is part of the header, and its length depends on where the data area starts. A few rounds are
+        # enough, because each chunk adds only 4 bytes to the table.
         header_room = IDENTITY_ROOM_BYTES + layout_length_bytes + chunks * CRC_BYTES
         data_offset = _round_up(PREAMBLE_BYTES + header_room, DATA_ALIGNMENT_BYTES)
         file_length = _round_up(data_offset + payload_bytes, granule_bytes)
@@ -130,8 +130,8 @@ def encode_header(
     chunk_crcs: bytes,
     saved_at: float,
 ) -> bytes:
-    """Checks its arguments like a reader does, except what costs time on every save: the layout is embedded
-    as it is, and its fingerprint is taken on trust."""
+    """Encodes a header, with the checks that a reader makes. Does not check the layout and its fingerprint, because
+    that would cost time at every save."""
     if sys.byteorder != "little":
         raise IncompatibleError("shard: expected a little-endian host, found a big-endian one")
     generation = shard.generation
@@ -167,12 +167,12 @@ def encode_header(
 
 
 def invalidate(view: memoryview) -> None:
-    """Unseals whatever `view` holds. Must come before the first byte of data is overwritten."""
+    """Zeroes the preamble. Call it before the first byte of data is overwritten."""
     view[:PREAMBLE_BYTES] = bytes(PREAMBLE_BYTES)
 
 
 def seal_bytes(view: memoryview, header: bytes, geometry: Geometry) -> None:
-    """Writes header and zeros up to the data area, then the preamble. The data must already be in place."""
+    """Writes the header, zeros up to the data area, and last the preamble. The data must be in place already."""
     header_end = PREAMBLE_BYTES + len(header)
     data_offset = geometry.data_offset_bytes
     if len(view) < geometry.file_length_bytes:
@@ -182,7 +182,7 @@ def seal_bytes(view: memoryview, header: bytes, geometry: Geometry) -> None:
             f"seal: expected a header of at most {data_offset - PREAMBLE_BYTES} bytes, found {len(header)}"
         )
     if any(view[:PREAMBLE_BYTES]):
-        # Sealed bytes were overwritten while they still looked sealed.
+        # The data of a sealed shard was overwritten without invalidate().
         raise InternalError("seal: expected an invalidated preamble, found another shard's")
     packed = preambles.pack(
         preambles.Preamble(len(header), native.crc32c(header), data_offset, geometry.data_length_bytes)
@@ -197,10 +197,10 @@ def seal_bytes(view: memoryview, header: bytes, geometry: Geometry) -> None:
 
 
 def read_header(fd: int, *, expect: ShardId | None = None, job: str | None = None) -> ShardHeader:
-    """The whole header of the shard open at `fd`, every rule checked. Says nothing about the data's bytes.
+    """Reads the whole header of the shard open at `fd` and checks every rule. Does not read the data.
 
-    CorruptShardError: the bytes break a rule. IncompatibleError: they are fine, but of another format
-    version, another job than `job`, or another shard than `expect`.
+    Raises CorruptShardError if the bytes break a rule, and IncompatibleError if they are of another format version, of
+    another job than `job`, or of another shard than `expect`.
     """
     return _with_layout(read_envelope(fd, expect=expect, job=job), name_of(fd))
 
@@ -212,7 +212,7 @@ def read_envelope(fd: int, *, expect: ShardId | None = None, job: str | None = N
 
 
 def read_identity(fd: int) -> tuple[str, ShardId]:
-    """Whose shard is open at `fd`, with every check but those of its entries."""
+    """Reads job and id of the shard open at `fd`, with every check except those of its entries."""
     envelope = read_envelope(fd)
     return envelope.job, envelope.shard
 
@@ -225,7 +225,7 @@ def parse_header(
     job: str | None = None,
     where: str = "shard",
 ) -> ShardHeader:
-    """What `read_header` does, over bytes: `head` is everything before the data area, exactly."""
+    """Does what `read_header` does, from bytes: `head` is exactly everything before the data area."""
     return _with_layout(_parse_envelope(head, file_length_bytes, expect, job, where), where)
 
 
@@ -241,10 +241,10 @@ def _read_head(fd: int) -> tuple[bytes, int]:
     if not stat.S_ISREG(status.st_mode):
         corrupt(name_of(fd), "a regular file", stat.filemode(status.st_mode))
     first = os.pread(fd, PREAMBLE_BYTES, 0)
-    # Checks the length of the file too, so that what is read next is there.
+    # Checks the length of the file too, so that the next read finds all bytes.
     preamble = preambles.unpack(first, status.st_size, name_of(fd))
     head = os.pread(fd, preamble.data_offset_bytes, 0)
-    # A regular file gives less than was asked for only where it ends: it was cut after fstat.
+    # A read of a regular file is short only at its end: the file was cut after fstat.
     if len(head) != preamble.data_offset_bytes:
         corrupt(name_of(fd), f"{preamble.data_offset_bytes} bytes before the data", f"{len(head)}")
     return head, status.st_size
@@ -282,11 +282,11 @@ def _parse_envelope(
 
 def _decode_header(header: memoryview, preamble: preambles.Preamble, where: str) -> ShardEnvelope:
     try:
-        # Any buffer will do, whatever the stub says; a copy of a large header would double its memory.
+        # Protobuf takes any buffer, although its stub says bytes. A copy of a large header would double its memory.
         message = format_pb2.ShardHeader.FromString(cast("bytes", header))
     except DecodeError as error:
         corrupt(where, "a ShardHeader", str(error))
-    # One meaning, one spelling, as in the layout.
+    # Only the canonical encoding is accepted, as in the layout.
     message.DiscardUnknownFields()
     if message.SerializeToString(deterministic=True) != header:
         corrupt(where, "the canonical encoding of what the header says", "another one")
@@ -335,7 +335,7 @@ def _decode_header(header: memoryview, preamble: preambles.Preamble, where: str)
 def _with_layout(envelope: ShardEnvelope, where: str) -> ShardHeader:
     layout = decode_layout(envelope.layout_bytes, f"{where}: layout")
     end = end_bytes(layout)
-    # Also keeps the tensors within the data area, because the values are.
+    # This also keeps the tensors within the data area, because the values are within it.
     if end > envelope.values_offset_bytes:
         corrupt(where, f"values behind the last tensor, which ends at {end}", f"{envelope.values_offset_bytes}")
     return ShardHeader(
@@ -353,7 +353,7 @@ def _with_layout(envelope: ShardEnvelope, where: str) -> ShardHeader:
     )
 
 
-# --- rules that writer and reader share: why not, or ""
+# --- rules that writer and reader share: each returns why it is broken, or ""
 
 _CHUNK_RULE = f"a power of two from {MIN_CHUNK_BYTES} to {MAX_CHUNK_BYTES}"
 

@@ -1,6 +1,6 @@
-"""Bytes → values. Trusts nothing: every count is held against the bytes that are left before it is used.
+"""Decodes packed values from hostile bytes: every count is compared with the bytes that are left before it is used.
 
-A decoder takes (reader, depth) with the reader just behind the tag.
+A decoder takes (reader, depth); the reader is just behind the tag.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class _Reader:
         return number
 
     def count(self, bytes_each: int = 1) -> int:
-        """A number of things that take at least `bytes_each` bytes each, all of which are there."""
+        """Reads a number of items of at least `bytes_each` bytes each. Refuses it if fewer bytes are left."""
         number = self.varint()
         if number > (len(self.data) - self.position) // bytes_each:
             self.refuse(f"at most {len(self.data) - self.position} bytes' worth of items", f"{number}")
@@ -104,7 +104,7 @@ class _Reader:
 
 
 def decode_values(data: bytes | memoryview) -> dict[str, Any]:
-    """What `encode_values` was given. Raises CorruptShardError for anything it could not have written, and
+    """Decodes what `encode_values` made. Raises CorruptShardError for anything that it could not have written, and
     IncompatibleError for a dtype or device that the installed torch does not have."""
     if len(data) > MAX_VALUES_BYTES:
         corrupt("values", f"at most {MAX_VALUES_BYTES} bytes", f"{len(data)}")
@@ -261,7 +261,7 @@ def _numpy_dtype(reader: _Reader) -> Any:
 
 
 def _numpy(reader: _Reader, dtype: Any, count: int) -> Any:
-    """`count` elements in memory of their own."""
+    """Reads `count` elements into an array with its own memory."""
     import numpy as np
 
     start = reader.position

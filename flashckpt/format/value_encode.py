@@ -1,4 +1,4 @@
-"""Values → bytes. Only exact types: a subclass would come back as something else than it was."""
+"""Encodes values. Only exact types, because an instance of a subclass would be decoded as another type."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PLAIN_KEY = re.compile(r"\w+(?:\.\w+)*")
 
 
 class _RefusedError(Exception):
-    """On its way out it collects the keys it passes, innermost first."""
+    """Raised for a value that can't be saved. Each container that it passes adds its key, innermost first."""
 
     def __init__(self, what: str, hint: str) -> None:
         super().__init__(what)
@@ -40,13 +40,13 @@ class _RefusedError(Exception):
 
 
 class _Out(bytearray):
-    """What was written, and how many values that were."""
+    """The encoded bytes, and the number of values in them."""
 
     items = 0
 
 
 class Encoded:
-    """A value that many keys have, encoded once. It comes back as the value itself."""
+    """A value that many keys have, encoded once. It is decoded as the value itself."""
 
     __slots__ = ("data", "items")
 
@@ -55,7 +55,8 @@ class Encoded:
 
 
 def encode_once(value: Any) -> Encoded | None:
-    """None where it can't be held; the key to blame for it is not known here."""
+    """Encodes a value for several keys. Returns None if it can't be encoded: no key is known here to name in an
+    error."""
     out = _Out()
     try:
         _value(out, value, 1)
@@ -65,7 +66,8 @@ def encode_once(value: Any) -> Encoded | None:
 
 
 def encode_values(values: Mapping[str, Any]) -> bytes:
-    """`{fqn: value}` in its own order. UnsupportedValueError names the key of what can't be held."""
+    """Encodes `{fqn: value}` in its own order. Raises UnsupportedValueError, with the key, for what can't be
+    encoded."""
     if not values:
         return b""
     out = _Out()
@@ -216,7 +218,7 @@ def _set(tag: int) -> Callable[[_Out, Any, int], None]:
                 raise
             out.items = part.items
             members.append(bytes(part))
-        # A set has no order that two processes would share, so its members are ordered by their bytes.
+        # The order of a set differs between processes, so its members are ordered by their bytes.
         members.sort()
         out.append(tag)
         _varint(out, len(members))
@@ -226,7 +228,7 @@ def _set(tag: int) -> Callable[[_Out, Any, int], None]:
 
 
 def _refuse_same_hashes(keys: Iterable[Any]) -> None:
-    """A reader refuses such keys (see MAX_SAME_HASH), so they must not be written."""
+    """Refuses keys that a reader would refuse (see MAX_SAME_HASH)."""
     counts: dict[int, int] = {}
     for key in keys:
         if type(key) is not str:
@@ -238,7 +240,7 @@ def _refuse_same_hashes(keys: Iterable[Any]) -> None:
 
 def _encoded(out: _Out, value: Encoded, depth: int) -> None:
     if depth != 1:
-        raise _RefusedError("a value that was encoded before, inside of another", "it may stand alone under its key")
+        raise _RefusedError("a value that was encoded before, inside of another", "save it under a key of its own")
     out.items += value.items - 1
     out += value.data
 
@@ -300,7 +302,7 @@ def _numpy_array(out: _Out, value: Any, depth: int) -> None:
     _varint(out, value.ndim)
     for extent in value.shape:
         _varint(out, extent)
-    out += value.tobytes()  # C order, whatever the array's own is
+    out += value.tobytes()  # in C order, even if the array has another
 
 
 _ENCODERS: dict[type, Callable[[_Out, Any, int], None]] = {
@@ -326,7 +328,7 @@ _ENCODERS: dict[type, Callable[[_Out, Any, int], None]] = {
 
 
 def _late_encoder(cls: type) -> Callable[[_Out, Any, int], None] | None:
-    """For types of libraries that this module does not import: whoever made the value has loaded them."""
+    """Returns the encoder of a type of torch or numpy, which this module imports only if a value is of such a type."""
     encoder: Callable[[_Out, Any, int], None] | None = None
     if cls.__module__ == "torch":
         encoder = {"Size": _torch_size, "dtype": _torch_dtype, "device": _torch_device}.get(cls.__name__)

@@ -1,4 +1,4 @@
-"""The one-byte tags of packed values, and the type that carries bytes of somebody else's encoding."""
+"""The one-byte tags of packed values, and a type for bytes in another encoding."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ NUMPY_ARRAY: Final = ord("a")
 
 
 class Blob(bytes):
-    """Opaque bytes that somebody else encoded; kept apart from plain `bytes`."""
+    """Opaque bytes in another encoding; distinguished from plain `bytes`."""
 
     __slots__ = ()
 
 
-# "cpu", "cuda:3". What torch itself does not know is refused by torch.
+# "cpu", "cuda:3". torch refuses devices that it does not know.
 DEVICE = re.compile(r"[a-z]{1,32}(:(0|[1-9][0-9]{0,2}))?")
 
 _UNIT = r"\[(?:[1-9][0-9]{0,8})?(?:Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\]"

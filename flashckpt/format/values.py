@@ -1,4 +1,4 @@
-"""Packed non-tensor values: typed, pickle-free, the same bytes for the same values."""
+"""Packs non-tensor values: typed, without pickle, the same bytes for the same values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the ranks of a load go on together: a stage succeeds on all of them, or all hear what went wrong."""
+"""Runs a stage of a load on all ranks: it succeeds on all of them, or all hear what went wrong."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ if TYPE_CHECKING:
     from flashckpt.ranks.group import PrivateGroup
 
 _DONE, _FAILED = b"\0", b"\1"
-# Problems that another copy or another generation may not have; every other error would meet us there again.
+# Problems that another copy or another generation may not have. Every other error would occur there again.
 _CURABLE = (CorruptShardError, NotFoundError, IncompatibleError, RetrieveError)
 
 
 class StepBackError(FlashError):
-    """This attempt came to nothing, on all ranks alike. Internal: leads to other copies, or the next generation.
+    """Raised on all ranks alike when an attempt failed. Internal: the load goes on with other copies or generations.
 
-    `bad` names the copies that turned out to be useless, as (node, rank whose shard it is). `passing`: nothing is known
-    to be damaged, so that the same may succeed a moment later.
+    `bad` names the copies that can't be used, as (node, rank whose shard it is). `passing`: no copy is known to be
+    damaged, so that the same attempt may succeed a moment later.
     """
 
     code = "FC-LOAD-004"
 
 
 def agree(group: PrivateGroup, node: int, doing: str, call: Callable[[], bytes]) -> list[bytes]:
-    """Runs `call` on every rank and returns what each made. Collective.
+    """Runs `call` on every rank and returns the results of all ranks. Collective.
 
-    Where one fails, all raise: StepBackError if the problem is curable; else the rank raises its own error, and the
-    others OtherRankError.
+    If it fails on one rank, all raise. If the problem is curable, they raise StepBackError. Otherwise the rank raises
+    its own error, and the others raise OtherRankError.
     """
     error: Exception | None = None
     message = b""

@@ -1,4 +1,4 @@
-"""One attempt at one generation: its shards described, proved to cover, fetched where they lie elsewhere, opened."""
+"""Tries to load one generation: describes its shards, proves that they cover, fetches what other nodes hold, reads."""
 
 from __future__ import annotations
 
@@ -44,25 +44,26 @@ _TABLE = struct.Struct("<II")  # rank, bytes of the checksum table that follows
 
 
 class Attempt:
-    """A context manager: descriptors and fetched files last as long as it does. Its stages are collective."""
+    """One attempt. A context manager: leaving it closes descriptors and drops fetched files. Stages are collective."""
 
-    def __init__(self, context: LoadContext, copies: Copies, *, straight: bool = True) -> None:
-        """`straight`: ranks may fetch into their tensors, past their node's memory."""
+    def __init__(self, context: LoadContext, copies: Copies, *, into_tensors: bool = True) -> None:
+        """`into_tensors`: ranks may fetch from other nodes into their tensors, without a copy in their node's
+        memory."""
         self._context = context
-        self._holders = context.memory.holders if straight else None
+        self._holders = context.memory.holders if into_tensors else None
         self.generation = copies.generation
         self.world = copies.world
         self._copies = copies
         self.near = frozenset(copies.on(context.node))  # ranks whose shards lie on this node
         self.catalogue: Catalogue
         self.stored: Index = {}
-        self.broken: set[str] = set()  # keys of tensors that lack elements, where shards are missing
+        self.broken: set[str] = set()  # keys of tensors that lack elements, if shards are missing
         self._references: dict[int, bytes] = {}  # rank → checksum table, if other ranks' assumed tensors differ
-        self.shards: dict[int, OpenShard] = {}  # by rank: those that this rank reads
-        self.fetched: frozenset[int] = frozenset()  # ranks whose shards came from other nodes, for this rank
+        self.shards: dict[int, OpenShard] = {}  # rank → shard; those that this rank reads
+        self.fetched: frozenset[int] = frozenset()  # ranks whose shards were fetched from other nodes, for this rank
         self.touched = False  # tensors may have been written to
-        self._pieces: Mapping[int, Int64s] | None = None  # where far shards' bytes belong, if they may go there
-        self._landed: frozenset[int] = frozenset()  # ranks whose shards go straight into the tensors
+        self._pieces: Mapping[int, Int64s] | None = None  # as pieces_for() returns them; None: fetch by the agent
+        self._in_tensors: frozenset[int] = frozenset()  # ranks whose shards are fetched into the tensors
         self._has_read = False
         self._open = contextlib.ExitStack()
 
@@ -86,9 +87,9 @@ class Attempt:
     # --- describe -------------------------------------------------------------------------------------------
 
     def describe(self) -> None:
-        """Each shard's head is read by one node that holds it, and all learn what it says. Collective.
+        """Reads each shard's head on one node that holds it, and tells all ranks. Collective.
 
-        Proves coverage by volume. Raises StepBackError, on all ranks alike, where the generation can't be used.
+        Proves coverage by volume. Raises StepBackError, on all ranks alike, if the generation can't be used.
         """
         context = self._context
         tellers = self._copies.tellers()
@@ -177,31 +178,31 @@ class Attempt:
     # --- fetch ----------------------------------------------------------------------------------------------
 
     def needs(self, transfers: Sequence[Transfer], targets: Sequence[Target]) -> bytes:
-        """What this rank has to read and its node does not have, for the others to know; and whether it can fetch that
-        by itself."""
+        """Encodes, for the other ranks, the chunks that this rank reads and its node lacks, and whether this rank can
+        fetch them into its tensors."""
         if self._holders is not None:
             self._pieces = pieces_for((one for one in transfers if one.shard not in self.near), targets)
         return bytes([self._pieces is not None]) + encode_needs(needs_of(transfers, self.catalogue, self.near))
 
     def fetch(self, transfers: Sequence[Transfer], targets: Sequence[Target], needs: Sequence[bytes]) -> None:
-        """Brings what this node lacks, verified, and opens what this rank reads. Collective.
+        """Fetches and verifies what this node lacks, and opens the shards that this rank reads. Collective.
 
-        `needs` are those of all ranks. StepBackError where something can't be had. Where ranks fetch for themselves,
-        those that have all they need, or need nothing of their agent, read it meanwhile.
+        `needs` are those of all ranks. Raises StepBackError if no holder gives a needed chunk. Ranks that do not wait
+        for their agent read what their node has in the meantime.
         """
         context = self._context
         retrievals = self._plan(needs)
         names: dict[int, str] = {}
         place = context.group.rank
-        mine = retrievals.get(Fetcher(context.node, place, straight=True), ())
-        waits = any(one.node == context.node and not one.straight for one in retrievals)
+        mine = retrievals.get(Fetcher(context.node, place, into_tensors=True), ())
+        waits = any(one.node == context.node and not one.into_tensors for one in retrievals)
 
         def fetch() -> bytes:
             if mine:
                 count_writes([targets[one.want.target].tensor for one in transfers if one.shard not in self.near])
-                self._land(mine)
-            elif asked := retrievals.get(Fetcher(context.node, place, straight=False), ()):
-                return json.dumps(self._retrieve(asked)).encode()
+                self._fetch_into_tensors(mine)
+            elif asked := retrievals.get(Fetcher(context.node, place, into_tensors=False), ()):
+                return json.dumps(self._fetch_by_agent(asked)).encode()
             if not waits:
                 self._open_all(transfers, {})
                 self.read(transfers, targets)
@@ -214,7 +215,7 @@ class Attempt:
             told = json.loads(answers[context.members[context.node][0]])
             names = {int(rank): name for rank, name in told.items()}
         self.fetched = frozenset({transfer.shard for transfer in transfers} - self.near)
-        # A shard that vanished or was recycled since is another copy's turn: all ranks have to know.
+        # If a shard was freed in the meantime, another copy is tried: all ranks have to know.
         agree(context.group, context.node, f"opening {self.generation}", lambda: self._open_all(transfers, names))
 
     def _plan(self, needs: Sequence[bytes]) -> dict[Fetcher, tuple[Retrieval, ...]]:
@@ -225,18 +226,23 @@ class Attempt:
         dealt = deal_out(decoded, [bool(one[0]) for one in needs], self._context.members, chunks)
         return plan_retrievals(dealt, self._copies, self.catalogue, self._context.places)
 
-    def _land(self, retrievals: Sequence[Retrieval]) -> None:
-        """On each rank that fetches for itself."""
+    def _fetch_into_tensors(self, retrievals: Sequence[Retrieval]) -> None:
+        """Fetches into this rank's tensors."""
         context = self._context
         if self._holders is None or self._pieces is None:
-            raise InternalError(f"{self.generation}: rank {context.rank} was to fetch what it can't")
+            raise InternalError(
+                f"{self.generation}: rank {context.rank} can't fetch into its tensors, but was asked to"
+            )
         self.touched = True
-        self._landed = frozenset(one.shard.rank for one in retrievals)
+        self._in_tensors = frozenset(one.shard.rank for one in retrievals)
         with Progress(f"fetching {self.generation}") as progress:
             fetch_into_tensors(self._holders(), context.job, retrievals, self._pieces, context.timeout, progress.update)
 
-    def _retrieve(self, retrievals: Sequence[Retrieval]) -> dict[int, str]:
-        """On the node's leader. Rank → name of the file that was fetched, "" where the shard is sealed here now."""
+    def _fetch_by_agent(self, retrievals: Sequence[Retrieval]) -> dict[int, str]:
+        """Asks the node's agent to fetch. Called on the node's leader only.
+
+        Returns rank → name of the fetched file; "" if the shard is sealed on this node now.
+        """
         context = self._context
         with Progress(f"fetching {self.generation}") as progress:
             files = self._open.enter_context(context.memory.retrieve(retrievals, context.timeout, progress.update))
@@ -245,17 +251,17 @@ class Attempt:
     def _open_all(self, transfers: Sequence[Transfer], names: Mapping[int, str]) -> bytes:
         if self._has_read:
             return b""
-        lying = {one.shard: one for one in self._context.store.scan()}
-        for rank in sorted({transfer.shard for transfer in transfers} - self._landed):
+        present = {one.shard: one for one in self._context.store.scan()}
+        for rank in sorted({transfer.shard for transfer in transfers} - self._in_tensors):
             copy = self._copies[rank]
             mapped = None
             if names.get(rank):
                 fd = self._context.store.open_fetched(names[rank])
-            elif copy.shard in lying:
-                fd = self._context.store.open_shard(lying[copy.shard])
-                mapped = self._context.store.mapped_shard(lying[copy.shard], fd)
+            elif copy.shard in present:
+                fd = self._context.store.open_shard(present[copy.shard])
+                mapped = self._context.store.mapped_shard(present[copy.shard], fd)
             else:
-                raise NotFoundError(f"{copy.shard} is gone", shard_index=rank)
+                raise NotFoundError(f"{copy.shard}: no longer in this node's memory", shard_index=rank)
             self._open.callback(os.close, fd)
             if mapped is not None:
                 self._open.callback(mapped.release)
@@ -268,7 +274,9 @@ class Attempt:
         try:
             head = read_envelope(fd, expect=copy.shard, job=self._context.job)
             if head.layout_fingerprint != self.catalogue.fingerprints[number]:
-                raise CorruptShardError(f"{copy.shard}: its layout is not the one that was described")
+                raise CorruptShardError(
+                    f"{copy.shard}: expected the layout that its holder described, found another one"
+                )
         except (CorruptShardError, IncompatibleError) as error:
             error.fields["shard_index"] = rank
             self.quarantine(rank, error.message)
@@ -283,7 +291,7 @@ class Attempt:
         if self._has_read:
             return b""
         self.touched = True
-        left = [transfer for transfer in transfers if transfer.shard not in self._landed]
+        left = [transfer for transfer in transfers if transfer.shard not in self._in_tensors]
         try:
             read(left, self.shards, targets, threads=self._context.threads, verify=self._context.verify)
         except CorruptShardError as error:
@@ -293,7 +301,7 @@ class Attempt:
         return b""
 
     def quarantine(self, rank: int, reason: str) -> None:
-        """Sets this node's copy of a shard aside, if it has one."""
+        """Quarantines this node's copy of a shard, if it has one."""
         sealed = self._context.store.find(self._copies[rank].shard)
         if sealed is not None:
             self._context.store.quarantine(sealed, reason)

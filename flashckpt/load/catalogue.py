@@ -1,7 +1,7 @@
 """The catalogue of a generation: what every shard's header says, so that any rank can plan without opening them.
 
-Each shard is described by one node that holds it; what nodes say is gathered. Most of a header is its layout, and most
-layouts are alike (the ranks of a data-parallel group, the values of a step): each travels once.
+One holder describes each shard; the descriptions are gathered. Most of a header is its layout, and most layouts are
+alike (the ranks of a data-parallel group, the values of a step): each is sent once.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ Table = npt.NDArray[Any]
 
 @dataclass(slots=True)
 class Description:
-    """What one node says of the shards that it was asked to describe."""
+    """One node's description of the shards that it was asked for."""
 
     shards: list[tuple[int, ...]] = field(default_factory=list)  # rows of SHARD
     layouts: list[bytes] = field(default_factory=list)
@@ -80,13 +80,13 @@ class Description:
 
 
 def describe(store: SlotStore, job: str, asked: Iterable[Copy], verify: bool) -> Description:
-    """Reads heads and values of copies on this node. A copy that is not what it should be is a problem, no error."""
+    """Reads heads and values of copies on this node. Adds a bad copy to `problems` instead of raising an error."""
     described = Description()
-    lying = {one.shard: one for one in store.scan()}
+    present = {one.shard: one for one in store.scan()}
     for copy in asked:
-        rank, sealed = copy.shard.rank, lying.get(copy.shard)
+        rank, sealed = copy.shard.rank, present.get(copy.shard)
         if sealed is None:
-            described.problems[rank] = f"{copy.shard} is gone"
+            described.problems[rank] = f"{copy.shard}: no longer in this node's memory"
             continue
         try:
             fd = store.open_shard(sealed)
@@ -109,7 +109,7 @@ def _read(fd: int, job: str, copy: Copy, verify: bool) -> tuple[ShardEnvelope, b
         raise IncompatibleError(f"{copy.shard}: expected digest {copy.digest.hex()}, found {found.hex()}")
     whole = OpenShard(fd, envelope, Layout(()))
     values = read_range(whole, copy.shard.rank, envelope.values_offset_bytes, envelope.values_length_bytes, verify)
-    # Decode here, so that values that can't be decoded are found like a wrong checksum.
+    # Decode here: values that can't be decoded count as damage, like a wrong checksum.
     end = unpack(values).assumed_bytes
     digest = hashlib.blake2b(_table(whole, copy.shard.rank, end, verify), digest_size=8).digest() if end else b""
     return envelope, bytes(values), end, int.from_bytes(digest, "little")
@@ -119,7 +119,7 @@ def table_of(store: SlotStore, job: str, copy: Copy, verify: bool) -> bytes:
     """Reads the checksum table of the assumed tensors of a shard on this node. Raises if it can't be read."""
     sealed = store.find(copy.shard)
     if sealed is None:
-        raise NotFoundError(f"{copy.shard} is gone", shard_index=copy.shard.rank)
+        raise NotFoundError(f"{copy.shard}: no longer in this node's memory", shard_index=copy.shard.rank)
     fd = store.open_shard(sealed)
     try:
         envelope = read_envelope(fd, expect=copy.shard, job=job)
@@ -134,7 +134,8 @@ def table_of(store: SlotStore, job: str, copy: Copy, verify: bool) -> bytes:
 
 
 def _table(shard: OpenShard, rank: int, end_bytes: int, verify: bool) -> bytes:
-    """Makes a checksum of the assumed part of the last chunk, which may hold other tensors too."""
+    """Returns the checksum table of the assumed tensors. Their last chunk, which may hold other tensors too, gets a
+    checksum of the assumed part only."""
     head = shard.head
     if end_bytes > head.values_offset_bytes:
         corrupt(f"{head.shard}: values", f"assumed tensors up to {head.values_offset_bytes}", end_bytes)
@@ -187,8 +188,7 @@ class Catalogue:
         described: Sequence[Description],
         lacking: frozenset[int] = frozenset(),
     ) -> None:
-        """CorruptShardError where a layout is not one; UncoveredError is for cover.py to find. `lacking`: ranks whose
-        shards are nowhere."""
+        """Raises CorruptShardError if a layout can't be decoded. `lacking`: ranks whose shards no node has."""
         self.generation = generation
         self.world = world
         self.lacking = lacking
@@ -212,7 +212,7 @@ class Catalogue:
                 self.shards[rows["rank"]] = rows
                 seen[rows["rank"]] = True
         if set(np.flatnonzero(~seen).tolist()) != self.lacking:
-            raise InternalError(f"{self.generation}: nobody described ranks {np.flatnonzero(~seen).tolist()[:8]}")
+            raise InternalError(f"{self.generation}: no node described ranks {np.flatnonzero(~seen).tolist()[:8]}")
         self._seen = np.flatnonzero(seen)
         self.layouts = [decode_layout(blob, f"{self.generation}: layout") for blob in layouts]
         self.fingerprints = [hashlib.blake2b(blob, digest_size=16).digest() for blob in layouts]
@@ -226,7 +226,8 @@ class Catalogue:
         self.assumed = AssumedTensors(self.layouts, self.ranks, ends, self.shards["assumed_digest"].tolist())
 
     def _check_ends(self) -> None:
-        """Also keeps the tensors within the data area, because the values are (a header's own rule)."""
+        """Refuses tensors that reach into the values. As the header keeps the values within the data area, this keeps
+        the tensors within it too."""
         for layout, ranks in zip(self.layouts, self.ranks, strict=True):
             least = int(self.shards["values_offset_bytes"][list(ranks)].min()) if ranks else 0
             if ranks and end_bytes(layout) > least:
@@ -236,14 +237,14 @@ class Catalogue:
                 )
 
     def has(self, rank: int) -> bool:
-        """Whether the rank has saved a shard, and it is there."""
+        """Returns True if the rank saved a shard and a node has it."""
         return rank < self.world and rank not in self.lacking
 
     def layout_of(self, rank: int) -> int:
         return int(self.shards["layout"][rank])
 
     def values(self, rank: int) -> Values:
-        """The non-tensor values that one rank saved; of one whose shard is nowhere, those of the lowest."""
+        """Returns the non-tensor values that one rank saved; if no node has its shard, those of the lowest rank."""
         index = int(self.shards["values"][rank if self.has(rank) else self._seen[0]])
         found = self._values[index]
         if not isinstance(found, Values):
@@ -251,7 +252,8 @@ class Catalogue:
         return found
 
     def distinct_values(self) -> list[tuple[int, Values]]:
-        """Each different set of values once, with the lowest rank that saved it, in the order of these ranks."""
+        """Returns each different set of values once, with the lowest rank that saved it, in the order of these
+        ranks."""
         first: dict[int, int] = {}
         for rank in self._seen.tolist():
             first.setdefault(int(self.shards["values"][rank]), rank)
@@ -262,7 +264,7 @@ class Catalogue:
         return -(-int(row["data_length_bytes"]) // int(row["chunk_bytes"]))
 
     def saved_keys(self, rank: int, stored: Mapping[tuple[str, int | None], Any]) -> set[str]:
-        """Every key that this rank could ask for."""
+        """Returns every key that this rank could ask for."""
         mine = self.layout_of(rank) if self.has(rank) else -1
         keys = {fqn for fqn, owner in stored if owner in (None, mine)}
         for first, saved in self.distinct_values():
@@ -271,7 +273,7 @@ class Catalogue:
         return keys
 
     def value(self, fqn: str, rank: int) -> tuple[bool, Any]:
-        """(found, value): what this rank saved under the key, else what the lowest rank that has it saved."""
+        """Returns (found, value): what this rank saved under the key, else what the lowest rank that has it saved."""
         if self.has(rank):
             mine = self.values(rank)
             if fqn in mine.values:
@@ -283,7 +285,7 @@ class Catalogue:
 
 
 def _index(known: list[bytes], blob: bytes) -> int:
-    # From the end: neighbours are most often alike.
+    # From the end: neighbours are usually alike.
     for number in range(len(known) - 1, -1, -1):
         if known[number] == blob:
             return number

@@ -1,4 +1,4 @@
-"""Choice: which generations to try, newest first. A pure function that every rank computes alike."""
+"""Chooses which generations to try, newest first. A pure function that every rank computes alike."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from flashckpt.load.inventory import Inventory
     from flashckpt.types import Generation, Session
 
-_NAMED = 4  # missing ranks that a reason goes into
+_NAMED = 4  # missing ranks that a reason names
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Candidates in the order to try them, and why the others are none."""
+    """The candidates in the order to try them, and why each other generation is none."""
 
     candidates: tuple[Generation, ...]
     passed_over: tuple[tuple[Generation, str], ...]
@@ -32,12 +32,13 @@ class Choice:
 
 
 def choose(inventory: Inventory, step: int | None, picked: Pick | None = None) -> Choice:
-    """Newest generations first that are whole by the union of what all nodes hold, and of the history that was picked
-    (None: pick it from this inventory alone); with `step`, only those of that step. Whether what lies there covers
-    every tensor, the headers say later.
+    """Returns the candidates, newest first: the picked history's generations of which every rank's shard is somewhere.
+
+    `picked` None: pick the history from this inventory alone. With `step`, only generations of that step. Whether the
+    shards cover every tensor is checked later, from their headers.
     """
     if picked is None:
-        picked = pick(inventory.lines, whole(inventory), inventory.launches(), step=step)
+        picked = pick(inventory.lines, complete_generations(inventory), inventory.launches(), step=step)
     complete: list[Generation] = []
     passed_over: list[tuple[Generation, str]] = []
     missing: list[tuple[Generation, tuple[int, ...]]] = []
@@ -60,19 +61,19 @@ def choose(inventory: Inventory, step: int | None, picked: Pick | None = None) -
 
 
 def _why_not(inventory: Inventory, picked: Pick, generation: Generation) -> tuple[str, tuple[int, ...]]:
-    """Why a generation can't be tried ("" = it can), and the ranks without a shard."""
+    """Returns why a generation can't be tried ("" = it can), and the ranks without a shard."""
     reason = picked.why_not(generation)
-    return (reason, ()) if reason else _why_not_whole(inventory, generation)
+    return (reason, ()) if reason else _why_incomplete(inventory, generation)
 
 
-def whole(inventory: Inventory) -> list[Generation]:
-    """The generations that every rank has a shard of, whatever their history."""
+def complete_generations(inventory: Inventory) -> list[Generation]:
+    """Returns the generations of which every rank's shard is somewhere, whatever their history."""
     found = dict.fromkeys(generation for generation, _ in inventory.generations)
-    return [generation for generation in found if not _why_not_whole(inventory, generation)[0]]
+    return [generation for generation in found if not _why_incomplete(inventory, generation)[0]]
 
 
-def _why_not_whole(inventory: Inventory, generation: Generation) -> tuple[str, tuple[int, ...]]:
-    """Why a generation is not whole ("" = it is), and the ranks without a shard."""
+def _why_incomplete(inventory: Inventory, generation: Generation) -> tuple[str, tuple[int, ...]]:
+    """Returns why a generation is not complete ("" = it is), and the ranks without a shard."""
     worlds = inventory.worlds(generation)
     if len(worlds) > 1:
         return f"its shards disagree on the world size: {worlds}", ()
@@ -93,7 +94,7 @@ def _why_not_whole(inventory: Inventory, generation: Generation) -> tuple[str, t
 
 
 def explain(choice: Choice, sessions: Mapping[Launch, Session], here: Sequence[str]) -> Choice:
-    """The same choice; where shards are missing, with the nodes that would have had them."""
+    """Returns the choice with the nodes that had the missing shards added to its reasons."""
     missing = dict(choice.missing)
     told = []
     for generation, reason in choice.passed_over:
@@ -105,7 +106,7 @@ def explain(choice: Choice, sessions: Mapping[Launch, Session], here: Sequence[s
 
 
 def who_had(ranks: Sequence[int], session: Session, here: Sequence[str]) -> str:
-    """Where the shards of these ranks were, and which of those nodes are not here."""
+    """Describes where the shards of these ranks were, and which of those nodes are not in this launch."""
     placement = place(session.members, session.replicas, session.strategy)
     owners = {rank: member.node_id for member in session.members for rank in member.ranks}
     told = []

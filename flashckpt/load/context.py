@@ -1,4 +1,5 @@
-"""What a load stands on: this rank's place among the nodes, and the ways to memory and to the other ranks."""
+"""What every stage of a load needs: this rank's place among the nodes, its node's memory, and the group of the
+ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LoadContext:
-    """The same for all attempts of a load. Nodes are known by their index."""
+    """What all attempts of a load share. Nodes are identified by their index."""
 
     store: SlotStore
     memory: NodeMemory
@@ -28,8 +29,8 @@ class LoadContext:
     members: tuple[tuple[int, ...], ...]  # of each node, by their place in the group; the first one is its leader
     job: str
     verify: bool
-    threads: int  # that copy and verify
-    timeout: float  # seconds that an inventory or the retrieval of one generation may take
+    threads: int  # number of threads that copy and verify
+    timeout: float  # seconds for an inventory, and for the retrieval of one generation
     warns: bool = True  # log a warning if copies of assumed tensors differ
 
     @staticmethod
@@ -45,7 +46,7 @@ class LoadContext:
         timeout: float,
         warns: bool = True,
     ) -> LoadContext:
-        """All ranks load."""
+        """Returns the context of a load by all ranks."""
         return LoadContext(
             store,
             memory,
@@ -74,7 +75,7 @@ class LoadContext:
         timeout: float,
         warns: bool = True,
     ) -> LoadContext:
-        """This rank loads from its own node, without the others."""
+        """Returns the context of a load by this rank alone, from its own node."""
         here = topology.node
         place = NodePlace(here.node_id, here.domain)
         group, rank = PrivateGroup.alone(), topology.rank

@@ -1,4 +1,4 @@
-"""This node's memory by way of its agent, which knows the other nodes and fetches from them."""
+"""This node's memory, used through its agent, which fetches from other nodes."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_TRIES = 2  # an agent that ended in the middle has a successor; one that ends again has a reason
+_TRIES = 2  # if an agent ends during a retrieval, its successor is asked once; a second end is an error
 _SHOWN = 4
 
 
 class AgentMemory:
-    """What NodeMemory promises, with an agent."""
+    """Implements NodeMemory by calls to the node's agent."""
 
     def __init__(self, link: AgentLink, store: SlotStore, holders: Callable[[], Holders] | None = None) -> None:
-        """`holders`: how a rank asks other nodes itself; None: it does not."""
+        """`holders`: makes the connections by which a rank fetches from other nodes itself; None: it does not."""
         self._link = link
         self._store = store
         self._holders = holders
@@ -63,7 +63,7 @@ class AgentMemory:
 
 
 class _Attempt:
-    """One retrieval, by one agent or, where that ends in the middle, by its successor."""
+    """One retrieval, by one agent or, if that ends before it is done, by its successor."""
 
     def __init__(
         self, retrievals: Sequence[Retrieval], timeout: float, on_progress: Callable[[int, int], None]
@@ -76,7 +76,7 @@ class _Attempt:
         self._tries = 0
 
     def run(self, client: AgentClient, ticket: bytes, left: float) -> Retrieved | Exception:
-        """What link.call() is not to try again is returned."""
+        """Runs the retrieval once. Returns, instead of raising, an error after which link.call() must not try again."""
         self.close()
         began = False
         self._news = client.retrieve(ticket, self._retrievals, left)
@@ -91,17 +91,19 @@ class _Attempt:
                     case Retrieved():
                         return one
                     case RetrieveFailed():
-                        return cannot_be_had(one.problems)
+                        return retrieve_error(one.problems)
         except AgentError as error:
             if time.monotonic() >= self._deadline:
                 return self._late(error)
             if began and self._tries >= _TRIES:
                 return error
             raise
-        raise AgentError("fetching from other nodes: expected what was asked for, found that the agent stopped")
+        raise AgentError(
+            "fetching from other nodes: expected a result, found that the agent ended the call without one"
+        )
 
     def close(self) -> None:
-        """The agent unlinks what was fetched in part."""
+        """Ends the call. The agent then unlinks the files in `fetched/`."""
         news, self._news = self._news, None
         if news is not None:
             news.close()
@@ -116,7 +118,7 @@ class _Attempt:
         return late
 
 
-def cannot_be_had(problems: Sequence[ShardProblem]) -> RetrieveError:
+def retrieve_error(problems: Sequence[ShardProblem]) -> RetrieveError:
     lines = [
         f"\n  - {problem.shard}: " + "; ".join(f"{node or 'here'}: {reason}" for node, reason in problem.reasons)
         for problem in problems[:_SHOWN]

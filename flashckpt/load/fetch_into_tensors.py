@@ -1,10 +1,10 @@
-"""Retrieves straight into tensors: chunks of shards on other nodes, out of the connection to where they belong.
+"""Fetches chunks of shards on other nodes into this rank's tensors, without a copy in this node's memory.
 
-A blank node has to get memory for what it fetches, which takes longer than the bytes take to come. So each rank fetches
-what it needs by itself, verifies each chunk while it is in the cache, and copies it to its tensors. Nothing of it stays
-on the node; the agents bring its copies back afterwards, as after any loss.
+On a blank node, allocating memory for a shard takes longer than receiving it. So each rank fetches what it needs by
+itself, verifies each chunk while it is in the cache, and copies it to its tensors. The node keeps no copy; the agents
+replicate to it afterwards, as after any loss.
 
-Failpoints: `before_landing` · `mid_landing` (chunks are on their way) · `after_landing`.
+Failpoints: `before_landing` · `mid_landing` (before received chunks are verified) · `after_landing`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flashckpt.errors import ClosedError, DeadlineError
 from flashckpt.failpoints import failpoint
 from flashckpt.format.caps import CRC_BYTES
 from flashckpt.format.refuse import corrupt
-from flashckpt.load.fetch_by_agent import cannot_be_had
+from flashckpt.load.fetch_by_agent import retrieve_error
 from flashckpt.move.fetch import Fetching, NoSourceError
 from flashckpt.move.filling import runs
 from flashckpt.move.gathering import HeadReader
@@ -44,17 +44,18 @@ if TYPE_CHECKING:
 
     Pieces = npt.NDArray[np.int64]
 
-_WORKERS = 8  # what other nodes let one node read at a time
+_WORKERS = 8  # the number of reads that a holder allows one node at a time
 _NEWS_SECONDS = 0.1
 
 
-class Landing:
-    """One shard on its way into tensors. Threads may share it (fetch.FetchTarget, gathering.TakesHead)."""
+class TensorSink:
+    """The sink for one shard whose chunks go into tensors. Threads may share it (fetch.FetchTarget,
+    gathering.TakesHead)."""
 
     def __init__(self, job: str, retrieval: Retrieval, pieces: Pieces) -> None:
         """`pieces`: rows of (offset in the data area, address, length), as native.receive_chunks takes them.
 
-        SAFETY: the memory behind the addresses has to stay until nobody fetches any more.
+        SAFETY: the memory behind the addresses has to stay until no thread fetches any more.
         """
         self.shard = retrieval.shard
         self.digest = retrieval.digest
@@ -110,7 +111,7 @@ class Landing:
         )
 
     def _checked(self, first: int, size_bytes: int) -> tuple[int, int]:
-        """Where in the data area these chunks begin, and how many they are."""
+        """Returns where in the data area these chunks begin, and how many they are."""
         chunks = len(self._here)
         start, count = first * self.chunk_bytes, max(1, -(-size_bytes // max(1, self.chunk_bytes)))
         expected = min(count * self.chunk_bytes, self.size_bytes - self.head_bytes - start)
@@ -126,15 +127,16 @@ class Landing:
         return self._pieces[low : bisect.bisect_left(self._starts, start + size_bytes)]
 
     def _settle(self, first: int, count: int, bad: Sequence[int]) -> None:
-        """Good ones stay good: the next holder is asked for the others."""
+        """Marks the good chunks as received. Raises CorruptShardError if some are bad: the next holder is asked for
+        them."""
         with self._lock:
             self._here[first : first + count] = bytes(index not in bad for index in range(count))
         if bad:
-            corrupt(f"{self.shard}: chunk {first + bad[0]}", "its crc32c", "another one")
+            corrupt(f"{self.shard}: chunk {first + bad[0]}", "the crc32c of its header", "another one")
 
 
 def _clipped(pieces: Pieces, start: int, size_bytes: int) -> Pieces:
-    """What of the pieces lies in the window, with offsets from its start."""
+    """Returns the parts of the pieces that lie in the window, with offsets from its start."""
     begin = np.maximum(pieces[:, 0], start)
     end = np.minimum(pieces[:, 0] + pieces[:, 2], start + size_bytes)
     clipped = np.stack([begin - start, pieces[:, 1] + (begin - pieces[:, 0]), np.maximum(end - begin, 0)], axis=1)
@@ -149,20 +151,21 @@ def fetch_into_tensors(
     timeout: float,
     on_progress: Callable[[int, int], None],
 ) -> None:
-    """Fills the tensors behind `pieces` (by the rank whose shard it is). Nobody writes into them when it returns.
+    """Fills the tensors behind `pieces` (rank whose shard it is → its pieces). When it returns, no thread writes to
+    them.
 
-    RetrieveError where something can't be had, DeadlineError after `timeout` seconds; parts are in place then.
-    `on_progress` as NodeMemory.retrieve's.
+    Raises RetrieveError if no holder gives a chunk, and DeadlineError after `timeout` seconds; some chunks may be in
+    the tensors by then. `on_progress` as in NodeMemory.retrieve.
     """
     failpoint("before_landing")
     run = _Run(holders.ask, timeout)
 
     def fetch() -> None:
         try:
-            run.fetch([(one, Landing(job, one, pieces[one.shard.rank])) for one in retrievals], on_progress)
+            run.fetch([(one, TensorSink(job, one, pieces[one.shard.rank])) for one in retrievals], on_progress)
         finally:
             run.stop.set()
-            holders.close()  # which ends running calls, and with them whoever still receives
+            holders.close()  # ends running calls, so that the workers stop receiving
             run.join()
 
     if on_main_thread():
@@ -173,10 +176,10 @@ def fetch_into_tensors(
 
 
 def _uninterrupted(fetch: Callable[[], None], stop: Flag) -> None:
-    """Runs the fetch in a thread, because Ctrl-C in a thread pool or in gRPC would leave a lock locked.
+    """Runs the fetch in a thread, because Ctrl-C inside a thread pool or gRPC would leave a lock locked.
 
-    SAFETY: an exception here ends the fetch, but is raised only once nothing writes into the tensors any more, which
-    takes as long as closing the connections. Further exceptions meanwhile are dropped.
+    SAFETY: an exception here ends the fetch, but is raised only once no thread writes into the tensors any more. That
+    takes as long as closing the connections. Further exceptions in the meantime are dropped.
     """
     pending = Pending(fetch)
     try:
@@ -193,7 +196,7 @@ def _uninterrupted(fetch: Callable[[], None], stop: Flag) -> None:
 
 
 class _Run:
-    """This thread tracks what is fetched and what failed; workers fetch."""
+    """Hands the retrievals to workers, and tracks in this thread what is fetched and what failed."""
 
     def __init__(self, ask: Ask, timeout: float) -> None:
         self.stop = Flag()
@@ -207,39 +210,39 @@ class _Run:
     def join(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def fetch(self, landings: Sequence[tuple[Retrieval, Landing]], on_progress: Callable[[int, int], None]) -> None:
-        pending: dict[Future[None], tuple[Landing, tuple[Portion, ...]]] = {}
-        for retrieval, landing in landings:
+    def fetch(self, sinks: Sequence[tuple[Retrieval, TensorSink]], on_progress: Callable[[int, int], None]) -> None:
+        pending: dict[Future[None], tuple[TensorSink, tuple[Portion, ...]]] = {}
+        for retrieval, sink in sinks:
             sources = dict.fromkeys(node for portion in retrieval.portions for node in portion.sources)
-            head = self._pool.submit(self._fetching.head, landing, sources)
-            pending[head] = landing, retrieval.portions
+            head = self._pool.submit(self._fetching.head, sink, sources)
+            pending[head] = sink, retrieval.portions
         total_bytes = 0
         problems: list[ShardProblem] = []
-        lacking: set[ShardId] = {landing.shard for _, landing in landings}
+        lacking: set[ShardId] = {sink.shard for _, sink in sinks}
         while pending and not problems:
             if self.stop.is_set():
-                raise ClosedError("nobody waits for it any more")
+                raise ClosedError("the fetch into tensors was cancelled")
             if time.monotonic() > self._deadline:
                 raise DeadlineError(
-                    f"expected parts of {len(landings)} shards from other nodes within {self._timeout:g} s, "
+                    f"expected parts of {len(sinks)} shards from other nodes within {self._timeout:g} s, "
                     f"found {len(lacking)} lacking: {'; '.join(map(str, list(lacking)[:4]))}",
                     hint="raise start_timeout where the network is slow",
                 )
             done, _ = concurrent.futures.wait(pending, _NEWS_SECONDS, return_when=concurrent.futures.FIRST_COMPLETED)
             for future in done:
-                landing, portions = pending.pop(future)
+                sink, portions = pending.pop(future)
                 try:
                     future.result()
                 except NoSourceError as error:
                     problems.append(error.problem)
                     continue
-                for portion in portions:  # none, where this was one
-                    pending[self._pool.submit(self._fetching.portion, landing, portion)] = landing, ()
-                    total_bytes += sum(one.count for one in portion.ranges) * landing.chunk_bytes
-            lacking = {landing.shard for landing, _ in pending.values()}
+                for portion in portions:  # none if this future was a portion
+                    pending[self._pool.submit(self._fetching.portion, sink, portion)] = sink, ()
+                    total_bytes += sum(one.count for one in portion.ranges) * sink.chunk_bytes
+            lacking = {sink.shard for sink, _ in pending.values()}
             on_progress(min(self._done_bytes, total_bytes), total_bytes)
         if problems:
-            raise cannot_be_had(problems)
+            raise retrieve_error(problems)
 
     def _count(self, size_bytes: int) -> None:
         with self._lock:

@@ -1,7 +1,8 @@
-"""Which history a load goes on with. A pure function of all lines and of what is whole, that every rank computes alike.
+"""Picks the history that a load goes on with. A pure function of lines and generations that every rank computes alike.
 
-A history is a line that no other line knows of, with something whole on it that no other such line has. There is one in
-a job that nobody has split. Two are never mixed, and neither is preferred: a person chooses, by `history=` or `step=`.
+A history is a line that no other line knows of, with a complete generation on it that no other such line has. A job
+that was never split has one. Two are never mixed, and neither is preferred: a person chooses, by `history=` or `step=`.
+Parameters named `complete` are the complete generations, in memory and on disk.
 """
 
 from __future__ import annotations
@@ -21,22 +22,23 @@ if TYPE_CHECKING:
 
 
 _ELSEWHERE = (
-    "run this on a node that knows of both, as `flashckpt histories` shows; if there is none, choose when the training "
-    "starts, on all nodes: load(history=…)"
+    "run this on a node where `flashckpt histories` shows both; if there is none, choose on all nodes when the "
+    "training "
+    "starts: load(history=…)"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """What a load goes on with."""
+    """The line that a load goes on with, and the launches that it goes on without."""
 
-    line: Line | None  # None: nothing is whole, or there is nothing at all
+    line: Line | None  # None: no generation is complete and no line is known
     roots: Mapping[Launch, Launch]  # head → root, of all known lines
     given_up: tuple[Launch, ...] = ()  # a person chose: the job goes on without these launches
-    others: tuple[Launch, ...] = ()  # the roots of those of other histories
+    others: tuple[Launch, ...] = ()  # roots of the given-up launches that belong to other histories
 
     def why_not(self, generation: Generation) -> str:
-        """Why a generation is no candidate, as far as histories go; "" = it may be one."""
+        """Return why a generation is not of the picked history; "" = it is."""
         if self.line is None:
             return ""
         launch = launch_of(generation)
@@ -44,7 +46,7 @@ class Pick:
         abandoned = self.line.why_killed(generation, root)
         if abandoned or self.line.holds(generation, root):
             return abandoned
-        return f"of another history, {name_of(launch)}, which this one does not know"
+        return f"it belongs to another history, {name_of(launch)}, which the picked one does not know of"
 
     def line_for(self, head: Launch, base: Generation | None) -> Line:
         """Return the line of a launch that has loaded `base`, with all that is known of older launches."""
@@ -56,36 +58,36 @@ class Pick:
 
 def pick(
     lines: Iterable[Line],
-    whole: Collection[Generation],
+    complete: Collection[Generation],
     known: Iterable[Launch] = (),
     *,
     step: int | None = None,
     history: str | None = None,
 ) -> Pick:
-    """Choose among the histories that have something whole, with `step` those that have that step.
+    """Return the only history with a complete generation; with `step`, the only one with that step.
 
-    `known` are the launches that anything at all is left of. AmbiguousHistoryError if there are several;
-    NotFoundError if there is no history of that name.
+    `known` are the launches of which any shard or step is left. Raises AmbiguousHistoryError if there are several
+    histories, and NotFoundError if there is none of the name `history`.
     """
-    all_lines = _with_unknown(by_head(lines), whole)
+    all_lines = _with_unknown(by_head(lines), complete)
     roots = {head: line.root for head, line in all_lines.items()}
     if history is not None:
-        line = _complete(_named(history, all_lines, whole), all_lines)
+        line = _with_longer_lines(_named(history, all_lines, complete), all_lines)
         return _without_others(line, all_lines, known, roots)
-    wanted = whole if step is None else [one for one in whole if one.step == step]
+    wanted = complete if step is None else [one for one in complete if one.step == step]
     found = _histories(all_lines, wanted, roots)
     if len(found) > 1:
         raise _ambiguous(found, roots, step)
     if not found:
         newest = max((line for head, line in all_lines.items() if head.epoch), key=_head_order, default=None)
-        return Pick(None if newest is None else _complete(newest, all_lines), roots)
-    (line,) = (_complete(line, all_lines) for line in found)
+        return Pick(None if newest is None else _with_longer_lines(newest, all_lines), roots)
+    (line,) = (_with_longer_lines(line, all_lines) for line in found)
     return Pick(line, roots) if step is None else _without_others(line, all_lines, known, roots)
 
 
 def chosen(
     lines: Iterable[Line],
-    whole: Collection[Generation],
+    complete: Collection[Generation],
     known: Iterable[Launch],
     head: Launch,
     *,
@@ -94,26 +96,26 @@ def chosen(
 ) -> Line:
     """Return the line by which a person chooses a history, or abandons it for the only other one.
 
-    NotFoundError if there is no history of that name, or nothing that the choice would abandon, or if not exactly one
-    other history is left.
+    Raises NotFoundError if there is no history of that name, if the choice would abandon nothing, or if `abandon` does
+    not leave exactly one other history.
     """
     known, lines = tuple(known), tuple(lines)
-    picked = pick(lines, whole, known, history=history)
+    picked = pick(lines, complete, known, history=history)
     if picked.line is None:
         raise InternalError(f"history {history!r} was found without a line")
     if not abandon and not picked.given_up:
         raise NotFoundError(
-            f"history {history!r}: expected another one that the choice would abandon, found none that is known here",
+            f"history {history!r}: expected another history that the choice would abandon, found none on this node",
             hint=_ELSEWHERE,
         )
     if not abandon:
         return picked.line.chosen(head, picked.given_up, picked.others)
-    all_lines = _with_unknown(by_head(lines), whole)
+    all_lines = _with_unknown(by_head(lines), complete)
     roots = {one: line.root for one, line in all_lines.items()}
-    # Of the others only those that no line knows of: what the doomed one went on from is no other history.
+    # Only lines that do not know of the abandoned one count: what it went on from is no other history.
     doomed, root = picked.line.head, roots[picked.line.head]
     rest = {line.head: line for line in _ends(all_lines) if line.cut(doomed, root) in (None, NOTHING, GIVEN_UP)}
-    found = _histories(rest, whole, roots)
+    found = _histories(rest, complete, roots)
     if len(found) != 1:
         names = ", ".join(name_of(line.head) for line in found) or "none"
         raise NotFoundError(
@@ -127,45 +129,45 @@ def chosen(
     return line.chosen(head, rest_picked.given_up, rest_picked.others)
 
 
-def ends(lines: Iterable[Line], whole: Collection[Generation]) -> list[Line]:
-    """Return the histories that have something whole, oldest first; else the newest line, if there is any."""
-    all_lines = _with_unknown(by_head(lines), whole)
-    found = list(_histories(all_lines, whole, {head: line.root for head, line in all_lines.items()}))
+def ends(lines: Iterable[Line], complete: Collection[Generation]) -> list[Line]:
+    """Return the histories that have a complete generation, oldest first; else the newest line, if there is any."""
+    all_lines = _with_unknown(by_head(lines), complete)
+    found = list(_histories(all_lines, complete, {head: line.root for head, line in all_lines.items()}))
     return found or list(all_lines.values())[-1:]
 
 
 def anew(lines: Iterable[Line], known: Iterable[Launch]) -> Pick:
-    """A person starts anew: the job goes on without everything that is known."""
+    """Return the pick of a job that a person starts anew: it gives up all known launches."""
     all_lines = by_head(lines)
     launches = {*all_lines, *(one.launch for line in all_lines.values() for one in line.listed), *known}
     given_up = tuple(sorted(launches, key=order))
     return Pick(None, {}, given_up, _roots_of(given_up, all_lines))
 
 
-def _with_unknown(lines: dict[Launch, Line], whole: Iterable[Generation]) -> dict[Launch, Line]:
-    """Add a line for each launch that none knows of: what is left of it is a history of its own."""
-    for launch in sorted({launch_of(one) for one in whole}, key=order):
+def _with_unknown(lines: dict[Launch, Line], complete: Iterable[Generation]) -> dict[Launch, Line]:
+    """Add a line for each launch that no line knows of: its generations are a history of their own."""
+    for launch in sorted({launch_of(one) for one in complete}, key=order):
         if all(line.cut(launch) is None for line in lines.values()):
             lines[launch] = begun(launch)
     return lines
 
 
-def _complete(line: Line, lines: Mapping[Launch, Line]) -> Line:
-    """Return the line with what longer ones, as persist_dir has them, know of launches below its floor."""
+def _with_longer_lines(line: Line, lines: Mapping[Launch, Line]) -> Line:
+    """Return the line with the launches below its floor that longer lines know, like those in persist_dir."""
     for other in lines.values():
         line = line.with_older(other)
     return line
 
 
 def _histories(
-    lines: Mapping[Launch, Line], whole: Iterable[Generation], roots: Mapping[Launch, Launch]
+    lines: Mapping[Launch, Line], complete: Iterable[Generation], roots: Mapping[Launch, Launch]
 ) -> dict[Line, frozenset[Generation]]:
-    """Lines that no other one knows of, newest last, each with what is whole on it."""
+    """Return the lines that no other one knows of, newest last, each with the complete generations on it."""
     ends = _ends(lines)
-    held = {line: frozenset(g for g in whole if line.holds(g, roots.get(launch_of(g)))) for line in ends}
+    held = {line: frozenset(g for g in complete if line.holds(g, roots.get(launch_of(g)))) for line in ends}
     found: dict[Line, frozenset[Generation]] = {}
     for line in sorted(ends, key=_head_order, reverse=True):
-        # One that has nothing of its own is no rival of the one that has it, too.
+        # A line whose generations all lie on another line, too, is no history of its own.
         rivals = [held[other] for other in ends if other != line]
         if held[line] and not any(held[line] < other for other in rivals) and held[line] not in found.values():
             found[line] = held[line]
@@ -179,14 +181,14 @@ def _ends(lines: Mapping[Launch, Line]) -> list[Line]:
 def _without_others(
     line: Line, lines: Mapping[Launch, Line], known: Iterable[Launch], roots: Mapping[Launch, Launch]
 ) -> Pick:
-    """A person chose this line: return it with all that the job goes on without."""
+    """Return the pick of a line that a person chose, with all launches that it gives up."""
     given_up = _others(line, lines, known, roots)
     others = tuple(one for one in _roots_of(given_up, lines) if one != line.root)
     return Pick(line, roots, given_up, others)
 
 
 def _roots_of(launches: Iterable[Launch], lines: Mapping[Launch, Line]) -> tuple[Launch, ...]:
-    """Return the roots of these launches; a launch that no line tells the root of is its own."""
+    """Return the roots of these launches. A launch whose root no line names is its own root."""
     roots = {one.launch: line.root for line in lines.values() for one in line.listed if one.step != GIVEN_UP}
     roots |= {head: line.root for head, line in lines.items()}
     found = {roots.get(launch, launch) for launch in launches}
@@ -196,21 +198,21 @@ def _roots_of(launches: Iterable[Launch], lines: Mapping[Launch, Line]) -> tuple
 def _others(
     line: Line, lines: Mapping[Launch, Line], known: Iterable[Launch], roots: Mapping[Launch, Launch]
 ) -> tuple[Launch, ...]:
-    """Launches that a line does not know of."""
+    """Return the known launches that a line does not know of."""
     listed = {one.launch for other in lines.values() for one in other.listed}
     launches = {*lines, *listed, *known}
     return tuple(sorted((one for one in launches if line.cut(one, roots.get(one)) is None), key=order))
 
 
-def _named(history: str, lines: Mapping[Launch, Line], whole: Iterable[Generation]) -> Line:
+def _named(history: str, lines: Mapping[Launch, Line], complete: Iterable[Generation]) -> Line:
     name = history.lower().removeprefix("0x")
-    lines = _with_left_behind(lines, whole)
+    lines = _with_left_behind(lines, complete)
     found = [line for head, line in lines.items() if name and name_of(head).startswith(name)]
     if len(found) == 1:
         return found[0]
-    newest = [max((g for g in whole if line.holds(g)), key=age_order, default=None) for line in lines.values()]
+    newest = [max((g for g in complete if line.holds(g)), key=age_order, default=None) for line in lines.values()]
     names = [
-        f"{name_of(line.head)} ({'nothing whole' if one is None else f'newest step {one.step}'})"
+        f"{name_of(line.head)} ({'nothing complete' if one is None else f'newest step {one.step}'})"
         for line, one in zip(lines.values(), newest, strict=True)
     ]
     raise NotFoundError(
@@ -220,11 +222,14 @@ def _named(history: str, lines: Mapping[Launch, Line], whole: Iterable[Generatio
     )
 
 
-def _with_left_behind(lines: Mapping[Launch, Line], whole: Iterable[Generation]) -> dict[Launch, Line]:
-    """Add a line for each launch that has something whole and whose own line is gone: persist_dir keeps only those that
-    no other one knows of. It went on from what the newest line that lists it has of older launches."""
+def _with_left_behind(lines: Mapping[Launch, Line], complete: Iterable[Generation]) -> dict[Launch, Line]:
+    """Add a line for each launch that has a complete generation and no line of its own any more.
+
+    persist_dir keeps only lines that no other one knows of. The added line has the older launches of the newest line
+    that lists the launch.
+    """
     found = dict(lines)
-    for launch in {launch_of(one) for one in whole} - set(lines):
+    for launch in {launch_of(one) for one in complete} - set(lines):
         listing = [line for line in lines.values() if line.cut(launch) is not None and launch.epoch]
         if listing:
             line = max(listing, key=_head_order)
@@ -237,29 +242,29 @@ def _with_left_behind(lines: Mapping[Launch, Line], whole: Iterable[Generation])
 def _ambiguous(
     found: Mapping[Line, frozenset[Generation]], roots: Mapping[Launch, Launch], step: int | None
 ) -> AmbiguousHistoryError:
-    told = [_describe(line, whole) for line, whole in found.items()]
-    newest = [max(whole, key=age_order) for whole in found.values()]
+    told = [_describe(line, complete) for line, complete in found.items()]
+    newest = [max(complete, key=age_order) for complete in found.values()]
     what = "histories" if step is None else f"histories with step {step}"
     names = [name_of(line.head) for line in found]
     return AmbiguousHistoryError(
         f"expected one history, found {len(found)} {what}, of which none goes on from another:"
         + "".join(f"\n  - {one}" for one in told),
-        hint=f"nothing of them was changed; choose one with load(history={names[-1]!r}); the job then goes on without "
-        "the others. `flashckpt histories` shows them",
+        hint=f"nothing was changed; choose one with load(history={names[-1]!r}); the job then goes on without the "
+        "others. `flashckpt histories` shows them",
         steps=tuple(one.step for one in newest),
         histories=tuple(names),
     )
 
 
-def _describe(line: Line, whole: Iterable[Generation]) -> str:
-    newest = max(whole, key=age_order)
+def _describe(line: Line, complete: Iterable[Generation]) -> str:
+    newest = max(complete, key=age_order)
     base = next((one for one in reversed(line.listed) if one.step >= 0), None)
     origin = "began with nothing" if base is None else f"went on from step {base.step} of {name_of(base.launch)}"
     return f"history {name_of(line.head)}: newest {newest}, launched {date_of(line.head)}, {origin}"
 
 
 def date_of(launch: Launch) -> str:
-    """When a launch began, for people: its epoch is a date unless clocks were wrong."""
+    """Return for people when a launch began: its epoch is a date unless clocks were wrong."""
     try:
         return datetime.fromtimestamp(launch.epoch / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     except (OverflowError, OSError, ValueError):

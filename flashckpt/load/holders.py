@@ -1,4 +1,4 @@
-"""The agents of other nodes, as a rank asks them itself for what its node lacks."""
+"""Connections of one rank to the agents of other nodes, to fetch what its node lacks."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 
 class Holders:
-    """Speaks for this rank's node, with the credentials that its agent works with. Any thread; a context manager.
+    """Asks holders in the name of this rank's node, with its agent's credentials. Any thread; a context manager.
 
-    Only reads: what a holder finds in its copies, and everything that is told or pushed, is between agents.
+    Only reads. Reports of bad copies, and everything else that agents tell or send each other, do not pass here.
     """
 
     def __init__(self, store: SlotStore, members: Iterable[Member], options: Options) -> None:
-        """`members`: the nodes that load. PeerError if the node has no credentials, or its agent no session.
+        """`members`: the nodes that load. Raises PeerError if the node has no credentials, or its agent no session.
 
-        IMPORTANT: it speaks in the name of the launch that the node's agent works for. Holders adopt every newer launch
-        that they hear of; that of a reader beside the training would end the training's saves.
+        IMPORTANT: requests name the launch that the node's agent works for. Holders adopt every newer launch that they
+        hear of; that of a reader beside the training would end the training's saves.
         """
         kept, session = read_bundle(store), _session_of(store)
         if kept is None or session is None:
@@ -52,7 +52,8 @@ class Holders:
         taker: Taker,
         timeout: float,
     ) -> GetRefused | None:
-        """As move/fetch.py wants it."""
+        """Fetches chunks of a shard from one holder into `taker`. Returns the refusal, if there is one
+        (move/fetch.py)."""
         get = GetOpen(self._options.node_id, self._launch, self._line, shard, digest, not ranges, ranges)
         return self._client(node_id).get(get, taker, timeout)
 
@@ -88,7 +89,7 @@ class Holders:
 
 
 def _session_of(store: SlotStore) -> Session | None:
-    """What the node's agent works for, as it has kept it."""
+    """Returns the session that the node's agent has kept; None if there is none, or it can't be read."""
     data = store.read_session()
     try:
         return None if data is None else decode_session(data)

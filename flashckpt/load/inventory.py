@@ -1,7 +1,6 @@
-"""Inventory: which shards lie where. Encoded once a node, gathered once, merged into one table. Pure.
+"""The inventory: which node holds which shards. Encoded once per node, gathered once, merged into one table. Pure.
 
-A table and not objects: with 10,000 nodes there are hundreds of thousands of copies, and every rank looks through
-them all.
+A table instead of objects, because 10,000 nodes have hundreds of thousands of copies, and every rank looks at all.
 """
 
 from __future__ import annotations
@@ -55,30 +54,30 @@ class Inventory:
     """What all nodes hold together."""
 
     nodes: tuple[str, ...]
-    generations: tuple[tuple[Generation, int], ...]  # with the number of ranks that its shards speak of
-    copies: Table  # one row a copy: node and generation are indices into the above
-    damaged: tuple[tuple[Generation, int, str], ...]  # a shard's rank, and what is wrong with a copy of it where
+    generations: tuple[tuple[Generation, int], ...]  # with the world size that its shards name
+    copies: Table  # one row per copy: node and generation are indices into the above
+    damaged: tuple[tuple[Generation, int, str], ...]  # a shard's rank, and what is wrong with a copy on which node
     lines: tuple[Line, ...]  # of each launch that one of the nodes knows, oldest first
     quarantined: int
     remembered: dict[Launch, int]  # earlier launches → the first node that knows their members
-    damaged_lines: tuple[str, ...] = ()  # nodes with files of lines that can't be believed
+    damaged_lines: tuple[str, ...] = ()  # nodes with damaged line files
 
     def launches(self) -> set[Launch]:
-        """That anything is left of, whole or not."""
+        """Returns the launches of which a shard is left, whether its generation is complete or not."""
         return {launch_of(generation) for generation, _ in self.generations}
 
     def of(self, generation: Generation) -> Table:
-        """The copies of its shards, ordered by rank and node. Empty where nobody has any."""
+        """Returns the copies of its shards, ordered by rank and node. Empty if no node has any."""
         indices = [i for i, (other, _) in enumerate(self.generations) if other == generation]
         rows = self.copies[np.isin(self.copies["generation"], indices)]
         return rows[np.lexsort((rows["node"], rows["rank"]))]
 
     def damage(self, generation: Generation) -> list[tuple[int, str]]:
-        """Ranks and reasons."""
+        """Returns (rank, reason) for each of its damaged copies."""
         return [(rank, reason) for other, rank, reason in self.damaged if other == generation]
 
     def worlds(self, generation: Generation) -> list[int]:
-        """How many ranks its shards say that it has; more than one answer means that they do not belong together."""
+        """Returns the world sizes that its shards name; more than one means that they do not belong together."""
         return sorted({world for other, world in self.generations if other == generation})
 
 
@@ -120,7 +119,7 @@ def encode(inventory: NodeInventory) -> bytes:
 
 
 class _Merger:
-    """Adds nodes one by one, and touches each of their copies only once all are there."""
+    """Merges encoded inventories. Adds the nodes one by one, and decodes the copies of all of them at once."""
 
     def __init__(self) -> None:
         self.index: dict[bytes, int] = {}  # encoded generation → its number
@@ -184,14 +183,14 @@ class _Merger:
         limits = np.diff([*self._bases, len(self._translate)])
         if len(told):
             if (told["generation"] >= np.repeat(limits, self._counts)).any():
-                raise InternalError("inventory: a copy of a generation that its node did not name")
+                raise InternalError("inventory: expected copies of the generations that it lists, found one of another")
             numbers = np.repeat(self._bases, self._counts) + told["generation"]
             table["generation"] = np.array(self._translate, dtype=np.uint32)[numbers]
         return table
 
 
 def merge(nodes: Sequence[str], encoded: Iterable[bytes]) -> Inventory:
-    """What all nodes hold together, from what each of them encoded."""
+    """Merges the nodes' encoded inventories into one."""
     merger = _Merger()
     for number, data in enumerate(encoded):
         merger.add(number, nodes[number], data)
@@ -214,7 +213,7 @@ def _generation(key: bytes) -> tuple[Generation, int]:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """What is known of one shard before any of its bytes is read."""
+    """One shard, as the inventory describes it, with its holders."""
 
     shard: ShardId
     digest: bytes
@@ -224,11 +223,11 @@ class Copy:
 
 
 class Copies:
-    """The shards of one generation with their holders: copies of a rank agree. Every rank has one, unless a load takes
-    parts of a generation that is not whole."""
+    """The shards of one generation with their holders. All copies of a shard have the same digest. Every rank has a
+    shard, unless a load takes parts of an incomplete generation."""
 
     def __init__(self, generation: Generation, world: int, rows: Table) -> None:
-        """`rows` are of a complete generation, ordered by rank and node (see choose.py)."""
+        """`rows` are ordered by rank and node (see choose.py)."""
         self.generation = generation
         self.world = world
         self._rows = rows
@@ -236,12 +235,12 @@ class Copies:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Those whose shards are there, ascending."""
+        """Returns the ranks whose shards a node has, ascending."""
         return tuple(np.flatnonzero(np.diff(self._starts)).tolist())
 
     @property
     def agree(self) -> bool:
-        """Whether all copies of a rank have the same content."""
+        """Returns True if all copies of each shard have the same digest."""
         same_rank = self._rows["rank"][1:] == self._rows["rank"][:-1]
         return not bool((same_rank & (self._rows["digest"][1:] != self._rows["digest"][:-1])).any())
 
@@ -257,21 +256,23 @@ class Copies:
         )
 
     def on(self, node: int) -> list[int]:
-        """Ranks whose shards lie there, ascending."""
+        """Returns the ranks whose shards lie on this node, ascending."""
         ranks: list[int] = self._rows["rank"][self._rows["node"] == node].tolist()
         return ranks
 
     def tellers(self) -> npt.NDArray[np.uint32]:
-        """By rank, the node that describes its shard to the others: the holders of a rank take turns. NOBODY where the
-        shard is nowhere."""
+        """Returns, by rank, the node that describes its shard to the others; NOBODY if no node has the shard.
+
+        The ranks are spread over the holders, so that each describes about as many.
+        """
         nodes: npt.NDArray[np.uint32] = np.full(self.world, NOBODY, dtype=np.uint32)
         ranks, counts = np.array(self.ranks, dtype=np.int64), np.diff(self._starts)
         nodes[ranks] = self._rows["node"][self._starts[:-1][ranks] + ranks % counts[ranks]]
         return nodes
 
     def without(self, bad: frozenset[tuple[int, int]]) -> Copies | None:
-        """The same without copies that turned out bad, as (node, rank). None where that changes nothing, or leaves a
-        shard without any."""
+        """Returns these copies without the bad ones, given as (node, rank). None if there was none to remove, or if a
+        shard has no copy left."""
         drop = np.zeros(len(self._rows), dtype=bool)
         for node, rank in bad:
             drop |= (self._rows["node"] == node) & (self._rows["rank"] == rank)
@@ -280,6 +281,6 @@ class Copies:
 
 
 def copies_of(inventory: Inventory, generation: Generation) -> Copies:
-    """For a generation that choose() made a candidate, or named as one with missing shards."""
+    """Returns the copies of a generation that choose() made a candidate, or named as one with missing shards."""
     (world,) = inventory.worlds(generation)
     return Copies(generation, world, inventory.of(generation))

@@ -1,4 +1,4 @@
-"""This rank's live tensors as things to fill: what to ask of a generation, and where its bytes go."""
+"""Lists the regions of this rank's live tensors that a load has to fill."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class LiveTensors:
-    """Each want's `target` is an index into `targets`."""
+    """The regions to fill (`wants`) and their tensors (`targets`). Each want's `target` is an index into `targets`."""
 
     def __init__(self, flat: Flat) -> None:
         self.targets: list[Target] = []

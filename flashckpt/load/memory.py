@@ -1,4 +1,4 @@
-"""A node's memory as a load sees it: what lies in it, and how what it lacks comes into it."""
+"""A node's memory as a load uses it: its inventory, and the retrieval of what it lacks."""
 
 from __future__ import annotations
 
@@ -24,38 +24,39 @@ log = logging.getLogger(__name__)
 
 
 class NodeMemory(Protocol):
-    """What one rank of a node asks on behalf of all its ranks. One call at a time."""
+    """The interface that one rank of a node uses on behalf of all its ranks. One call at a time."""
 
     @property
     def holders(self) -> Callable[[], Holders] | None:
-        """How each rank asks other nodes for itself, past this memory. None: it can't, or is not meant to."""
+        """Makes the connections by which a rank fetches into its tensors. None: ranks fetch by this memory only."""
 
     def inventory(self, timeout: float) -> NodeInventory:
-        """What lies here now, heads checked. It may be less by the time it is read: a bad copy is set aside.
+        """Lists the shards of this node, with checked heads. Some may be gone when they are read: bad copies are
+        quarantined.
 
-        AgentError where there is nobody to ask within `timeout` seconds.
+        Raises AgentError if no agent answers within `timeout` seconds.
         """
 
     def retrieve(
         self, retrievals: Sequence[Retrieval], timeout: float, on_progress: Callable[[int, int], None]
     ) -> AbstractContextManager[Mapping[ShardId, str]]:
-        """Brings what is asked for into this node's memory, every chunk verified.
+        """Fetches the retrievals into this node's memory, and verifies every chunk.
 
-        The context gives for each shard where it lies: "" = sealed, as any other (`store.find`, and it stays); else
+        The context gives for each shard where it lies: "" = sealed, like any other shard (`store.find`; it stays); else
         the name for `store.open_fetched`. IMPORTANT: such a file has memory only behind its head and the chunks that
-        were asked for, reads as zeros elsewhere, and goes when the context is left: every rank of the node has to
-        have opened and read it by then.
+        were asked for, reads as zeros elsewhere, and is unlinked when the context is left: every rank of the node has
+        to have opened and read it by then.
 
-        `on_progress(bytes done, bytes in all)` is called from this thread while entering, a few times a second.
+        `on_progress(bytes done, bytes in all)` is called from this thread while entering, a few times per second.
 
-        Raises while entering, and then nothing is left behind but whole shards: RetrieveError where something can't
-        be had, NoSpaceError where there is no memory for it, DeadlineError after `timeout` seconds, AgentError where
-        the agent is gone, FencedError where a newer launch has begun.
+        Raises only while entering; then complete shards stay, and everything else is removed: RetrieveError if no
+        holder gives a chunk, NoSpaceError if there is no memory for it, DeadlineError after `timeout` seconds,
+        AgentError if the agent ended, FencedError if a newer launch has begun.
         """
 
 
 class OwnMemory:
-    """Of a node without an agent: there is nobody to fetch from."""
+    """The memory of a node without an agent. It can't fetch from other nodes."""
 
     holders = None
 

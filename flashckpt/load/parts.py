@@ -1,4 +1,4 @@
-"""What is whole of a generation whose shards are not all there, and how a load takes that. Pure."""
+"""Says which keys of a generation with missing shards are complete, and how to load these. Pure."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ if TYPE_CHECKING:
 _SHOWN = 8
 
 
-def whole_prefixes(whole: Iterable[str], broken: Collection[str]) -> list[str]:
-    """The shortest prefixes of `whole` keys that no `broken` key begins with, sorted."""
+def complete_prefixes(complete: Iterable[str], broken: Collection[str]) -> list[str]:
+    """Returns the shortest prefixes of `complete` keys that no `broken` key begins with, sorted."""
     bad = {prefix for key in broken for prefix in _prefixes(key)}
     found = set()
-    for key in whole:
+    for key in complete:
         prefix = next((one for one in _prefixes(key) if one not in bad), None)
         if prefix is not None:
             found.add(prefix)
     return sorted(found)
 
 
-def told(
-    step: int, lacking: Sequence[int], whole: Collection[str], broken: Collection[str], rank_keys: Collection[str]
+def describe_parts(
+    step: int, lacking: Sequence[int], complete: Collection[str], broken: Collection[str], rank_keys: Collection[str]
 ) -> str:
-    """For people. `whole` and `broken` are keys of what ranks share, `rank_keys` those of PerRank parts, of which the
-    ranks without a shard have lost theirs."""
-    prefixes = whole_prefixes(whole, {*broken, *rank_keys})
+    """Describes for people what can be loaded. `complete` and `broken` are keys that the ranks share; `rank_keys` are
+    those of PerRank parts, of which the ranks in `lacking` have lost theirs."""
+    prefixes = complete_prefixes(complete, {*broken, *rank_keys})
     if not prefixes:
-        return f"no part of it is whole without them: {_some(broken or rank_keys)} lack elements"
-    everything = "all that the ranks share is whole" if not broken else f"whole: {_some(prefixes)}"
+        return f"no part of it is complete without them: {_some(broken or rank_keys)} lack elements"
+    everything = "all that the ranks share is complete" if not broken else f"complete: {_some(prefixes)}"
     lost = [f"incomplete: {_some(broken)}"] if broken else []
     if rank_keys:
         lost.append(
-            f"PerRank parts of ranks {some_ranks(lacking)} are missing: {_some(whole_prefixes(rank_keys, whole))}"
+            f"PerRank parts of ranks {some_ranks(lacking)} are missing: {_some(complete_prefixes(rank_keys, complete))}"
         )
     keys = ", ".join(map(repr, prefixes[:_SHOWN])) + (", …" if len(prefixes) > _SHOWN else "")
     return (
-        f"{everything}{''.join(f'; {one}' for one in lost)}; load(step={step}, keys=[{keys}]) takes what is whole, "
-        f"load(step={step}, strict=False) too, and leaves everything else as it is"
+        f"{everything}{''.join(f'; {one}' for one in lost)}; load(step={step}, keys=[{keys}]) or "
+        f"load(step={step}, strict=False) loads what is complete, and leaves everything else as it is"
     )
 
 
 def _prefixes(key: str) -> Iterable[str]:
-    """From the first component to the whole key."""
+    """Returns the key's prefixes, from its first component to the whole key."""
     parts = key.split(".")
     return (".".join(parts[:count]) for count in range(1, len(parts) + 1))
 

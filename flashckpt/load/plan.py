@@ -27,7 +27,7 @@ class Want(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """`overlap` of the global tensor, out of one stored entry, into one wanted region."""
+    """A copy of the box `overlap` of the global tensor, from one stored entry to one wanted region."""
 
     shard: int  # rank whose shard it is
     entry: TensorEntry
@@ -43,9 +43,9 @@ def plan(
     *,
     cast: bool,
 ) -> list[Transfer]:
-    """Transfers that fill every want completely; raises before anything is touched if that can't be done.
+    """Returns transfers that fill every want completely. Raises if there are none; no tensor has been touched then.
 
-    `sources`: for each assumed tensor (state/assumed.py) the rank whose shard it has to come from, whole.
+    `sources`: for each assumed tensor (state/assumed.py) the rank whose shard all of it has to come from.
     """
     transfers: list[Transfer] = []
     picked: dict[int, tuple[int, int]] = {}  # by the identity of a layout's ranks, which all its pieces share
@@ -100,7 +100,7 @@ def _check_fits(want: Want, entry: TensorEntry, cast: bool) -> None:
 
 
 def _nearest(pieces: Iterable[Piece], pick: Callable[[Piece], tuple[int, int]]) -> list[Piece]:
-    """One piece for each region: the nearest."""
+    """Returns the nearest piece of each region."""
     best: dict[Box, Piece] = {}
     for piece in pieces:
         known = best.get(piece.entry.box)

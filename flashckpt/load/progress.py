@@ -1,4 +1,4 @@
-"""How far a retrieval is: a bar on a terminal, log lines elsewhere."""
+"""Shows the progress of a retrieval: a bar on a terminal, log lines elsewhere."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Progress:
 
     def __enter__(self) -> Progress:
         if sys.stderr.isatty():
-            # Here: trainers that log to a file need no rich.
+            # Imported here: trainers that log to a file need no rich.
             from rich.console import Console
             from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
             from rich.progress import Progress as Bar

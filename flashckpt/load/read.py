@@ -1,4 +1,4 @@
-"""Read: verified chunks of sealed shards into the live tensors, in place."""
+"""Reads chunks of sealed shards into the live tensors, in place, and verifies them."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from flashckpt.types import Layout
 
 _ALIGN_BYTES = 64
-# What can't be read straight into its tensor goes through host buffers (devices/upload.py) of at most this size in all.
+# What can't be read directly into its tensor goes through host buffers (devices/upload.py) of at most this size in all.
 BOUNCE_BYTES = 256 << 20
 
 
 class Target(NamedTuple):
-    """A live local tensor and the box of the global tensor that it is."""
+    """A live local tensor, and its box in the global tensor."""
 
     tensor: torch.Tensor
     box: Box
@@ -41,12 +41,12 @@ class Target(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OpenShard:
-    """A shard with its parsed header, whole or as far as it was fetched; the descriptor stays the owner's."""
+    """A shard, or its fetched part, with its parsed header. Whoever made it closes the descriptor."""
 
     fd: int
     head: ShardEnvelope
     layout: Layout  # for messages
-    mapped: memoryview | None = None  # the whole file, where this process wrote it: it neither changes nor shrinks
+    mapped: memoryview | None = None  # the whole file, if this process wrote it: it neither changes nor shrinks
 
 
 class _Bounce(NamedTuple):
@@ -57,7 +57,7 @@ class _Bounce(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    straight: list[tuple[Transfer, int]]  # with the address of the tensor
+    direct: list[tuple[Transfer, int]]  # with the address of the tensor
     bounces: list[_Bounce]
 
 
@@ -69,11 +69,11 @@ def read(
     threads: int,
     verify: bool,
 ) -> None:
-    """Carries out the transfers. Bytes reach a tensor only once their chunk's checksum was found right.
+    """Carries out the transfers. Bytes reach a tensor only after their chunk's checksum was found right.
 
     What goes to a device is read and verified into one staging buffer while the device copies from the other. When
-    this returns or raises, no copy is under way. Raises CorruptShardError (with `.shard_index`) where a chunk is bad;
-    other chunks may be in place by then.
+    this returns or raises, no copy is under way. Raises CorruptShardError (with `.shard_index`) if a chunk is bad;
+    other chunks may be in the tensors by then.
     """
     device = next((target.tensor.device for target in targets if not target.tensor.is_cpu), None)
     with Upload(BOUNCE_BYTES, device) as upload:
@@ -81,14 +81,14 @@ def read(
             buffer = upload.next_buffer() if batch.bounces else None
             by_shard: dict[int, array[int]] = {}
             with collector_paused():
-                for transfer, address in batch.straight:
+                for transfer, address in batch.direct:
                     pieces = by_shard.setdefault(transfer.shard, array("q"))
                     _add_pieces(pieces, transfer, targets[transfer.want.target].box, address)
                 for transfer, offset in batch.bounces:
                     pieces = by_shard.setdefault(transfer.shard, array("q"))
                     if buffer is not None:
                         _add_pieces(pieces, transfer, transfer.overlap, buffer.data_ptr() + offset)
-            count_writes([targets[transfer.want.target].tensor for transfer, _ in (*batch.straight, *batch.bounces)])
+            count_writes([targets[transfer.want.target].tensor for transfer, _ in (*batch.direct, *batch.bounces)])
             for number, pieces in by_shard.items():
                 failpoint("mid_read")
                 _gather(shards[number], number, pieces, threads, verify)
@@ -99,10 +99,10 @@ def read(
 
 
 def pieces_for(transfers: Iterable[Transfer], targets: Sequence[Target]) -> dict[int, Int64s] | None:
-    """For each shard rows of (offset in the data area, address, length), ascending: where its bytes belong.
+    """Returns, for each shard, where its bytes belong: ascending rows of (offset in the data area, address, length).
 
-    None where they can't go straight there: a tensor on a device, of another dtype or oddly laid out, or bytes that
-    several tensors want.
+    Returns None if bytes can't be written directly into a tensor: it is on a device, of another dtype or not laid out
+    like the stored bytes, or several tensors want the same bytes.
     """
     by_shard: dict[int, array[int]] = {}
     with collector_paused():
@@ -123,7 +123,7 @@ def pieces_for(transfers: Iterable[Transfer], targets: Sequence[Target]) -> dict
 
 
 def read_range(shard: OpenShard, number: int, offset_bytes: int, length_bytes: int, verify: bool) -> bytearray:
-    """A byte range of the data area, verified."""
+    """Reads and verifies a byte range of the data area."""
     data = bytearray(length_bytes)
     if length_bytes:
         address = np.frombuffer(data, dtype=np.uint8).ctypes.data
@@ -139,13 +139,13 @@ def _batches(transfers: Sequence[Transfer], targets: Sequence[Target], limit_byt
     addresses = [_address(transfer, targets[transfer.want.target]) for transfer in transfers]
     order: Sequence[int] = range(len(transfers))
     if None in addresses:
-        # In the order of the file: chunks that two groups share are read and verified in each.
+        # In the order of the file, because chunks that two groups share are read and verified in each.
         order = sorted(order, key=lambda at: (transfers[at].shard, transfers[at].entry.offset_bytes))
     batch, used = _Batch([], []), 0
     for at in order:
         address = addresses[at]
         if address is not None:
-            batch.straight.append((transfers[at], address))
+            batch.direct.append((transfers[at], address))
             continue
         for part in _cut(transfers[at], limit_bytes):
             size = part.overlap.volume * ITEMSIZE[part.entry.dtype]
@@ -155,7 +155,7 @@ def _batches(transfers: Sequence[Transfer], targets: Sequence[Target], limit_byt
                 batch, start = _Batch([], []), 0
             batch.bounces.append(_Bounce(part, start))
             used = start + size
-    if batch.straight or batch.bounces:
+    if batch.direct or batch.bounces:
         yield batch
 
 
@@ -176,7 +176,7 @@ def _cut(transfer: Transfer, limit_bytes: int) -> Iterator[Transfer]:
 
 
 def count_writes(tensors: Sequence[torch.Tensor]) -> None:
-    """Tells autograd, which does not see the native core write, that saved tensors are no longer what they were."""
+    """Tells autograd that these tensors have changed: it does not see what the native core writes."""
     torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
 
 
@@ -187,8 +187,8 @@ def _address(transfer: Transfer, target: Target) -> int | None:
 
 
 def _add_pieces(pieces: array[int], transfer: Transfer, inside: Box, address: int) -> None:
-    """Triples (offset in the data area, address, length) as native.gather_read takes them. `inside`: what lies, in row
-    major order, at `address`."""
+    """Appends triples (offset in the data area, address, length) for native.gather_read. `inside`: the box whose
+    elements lie at `address`, in row-major order."""
     if transfer.overlap == transfer.entry.box == inside:
         # Nearly every transfer: all of an entry into all of a tensor.
         pieces.extend((transfer.entry.offset_bytes, address, transfer.entry.length_bytes))
@@ -214,8 +214,8 @@ def _place(overlap: Box, target: Target) -> torch.Tensor:
     return narrow(target.tensor.detach(), start, overlap.sizes)
 
 
-def land(source: torch.Tensor, overlap: Box, target: Target) -> None:
-    """From host memory into its place in a tensor of whatever device, stride or dtype."""
+def copy_to_target(source: torch.Tensor, overlap: Box, target: Target) -> None:
+    """Copies from host memory to its place in a tensor of any device, stride or dtype."""
     copy_into(_place(overlap, target), source)
 
 
@@ -238,7 +238,7 @@ def _corrupt(shard: OpenShard, number: int, bad: Sequence[int]) -> CorruptShardE
         f"{head.shard}: {len(bad)} of {-(-head.data_length_bytes // size)} chunks fail their crc32c or are cut "
         f"off, first chunk {bad[0]} at byte {head.data_offset_bytes + bad[0] * size}; "
         f"keys {keys_in_chunks(shard.layout, size, bad)[:8]}",
-        hint="the copy in memory is damaged; another copy or generation is used where there is one",
+        hint="the copy in memory is damaged; another copy or generation is used if there is one",
         shard=head.shard,
         shard_index=number,
     )

@@ -1,4 +1,4 @@
-"""Read back: proves that a shard which was just sealed can be read, every byte of it."""
+"""Proves that every byte of a shard that was just sealed can be read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def read_back(store: SlotStore, shard: ShardId, job: str, threads: int) -> int:
-    """Checks header and every chunk of `shard`; returns its size in bytes. Raises where it is not as it was sealed."""
+    """Checks the header and every chunk of `shard`; returns its size in bytes. Raises if it is damaged or gone."""
     found = next((one for one in store.scan() if one.shard == shard), None)
     if found is None:
         raise NotFoundError(

@@ -1,4 +1,4 @@
-"""Recover: tries the candidates newest first, all ranks together, until one is in the live tensors."""
+"""Tries the candidates, newest first, on all ranks together, until one is loaded into the live tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flashckpt.load import inventory as inventories
 from flashckpt.load import parts
 from flashckpt.load.agree import StepBackError, agree
 from flashckpt.load.attempt import Attempt
-from flashckpt.load.choose import Choice, choose, explain, whole
+from flashckpt.load.choose import Choice, choose, complete_generations, explain
 from flashckpt.load.histories import Pick, anew, pick
 from flashckpt.load.inventory import copies_of
 from flashckpt.load.live import LiveTensors
@@ -43,18 +43,18 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_TOLD = 2  # incomplete generations of which an error says what is whole
-_PAUSES = (1.0, 2.0)  # seconds between attempts to fetch the same generation, as long as an agent needs to be back
+_TOLD = 2  # number of incomplete generations of which an error says what is complete
+_PAUSES = (1.0, 2.0)  # seconds between attempts to fetch the same generation: an agent needs this long to restart
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What is known of a generation before a tensor of it is read."""
+    """A generation as a screen sees it, before a tensor of it is read."""
 
     step: int
     saved_world_size: int
     extra: Any
-    keys: frozenset[str]  # that this rank could ask for
+    keys: frozenset[str]  # the keys that this rank could ask for
     entry: Callable[[str], TensorEntry | None]  # one region of the tensor under a key; None: it is no tensor
     value: Callable[[str], tuple[bool, Any]]  # (found, value) of a key that is no tensor
 
@@ -67,8 +67,8 @@ class Request:
     keys: tuple[str, ...] | None = None  # prefixes of flat keys; None = all
     strict: bool = True
     cast: bool = False
-    screen: Callable[[Found], Callable[[str], bool]] | None = None  # which keys of what was found; may raise
-    keep: Callable[[str], bool] | None = None  # what the screen said
+    screen: Callable[[Found], Callable[[str], bool]] | None = None  # returns which keys to load of it; may raise
+    keep: Callable[[str], bool] | None = None  # what the screen returned
 
     def selects(self, fqn: str) -> bool:
         if self.keep is not None and not self.keep(fqn):
@@ -81,7 +81,7 @@ class Request:
 
 
 class Contents(Protocol):
-    """What a generation holds, as one rank may ask for it."""
+    """The keys and values of a generation, by rank."""
 
     def values(self, rank: int) -> Values: ...
 
@@ -107,23 +107,23 @@ class Readable(Protocol):
     def source(self) -> SourceName: ...
 
     def describe(self) -> None:
-        """What it holds; proves that it is all there."""
+        """Learns what the generation holds, and proves that no element is missing."""
 
     def sources(self, keys: Iterable[str]) -> Mapping[str, int]:
         """Returns, for each key that must come from one rank's shard, that rank. Local."""
 
     @property
     def touched(self) -> bool:
-        """Whether this rank's tensors may have been written to."""
+        """Returns True if this rank's tensors may have been written to."""
 
     def needs(self, transfers: Sequence[Transfer], targets: Sequence[Target]) -> bytes:
-        """For the other ranks. Local."""
+        """Encodes, for the other ranks, what this rank has to fetch. Local."""
 
     def fetch(self, transfers: Sequence[Transfer], targets: Sequence[Target], needs: Sequence[bytes]) -> None:
-        """Brings it near, or straight into the tensors."""
+        """Fetches to this node, or into the tensors."""
 
     def read(self, transfers: Sequence[Transfer], targets: Sequence[Target]) -> bytes:
-        """Into the live tensors, verified: what is not there yet. Local."""
+        """Reads and verifies, into the live tensors, what fetch() has not put there. Local."""
 
 
 class Recovery:
@@ -134,27 +134,27 @@ class Recovery:
         self._touched = False
         self._attempt: Readable | None = None  # the one that is under way
         self._missing: tuple[tuple[Generation, tuple[int, ...]], ...] = ()
-        self._losses: list[Loss] = []  # generations with shards that no node has
+        self._losses: list[Loss] = []  # generations of which no node has some shards
         self.picked = Pick(None, {})  # the history that the load goes on with, once the candidates are known
-        self.present: set[Launch] = set()  # launches that anything is left of
+        self.present: set[Launch] = set()  # launches of which a shard or a step on disk is left
 
     def __enter__(self) -> Recovery:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         """Adds a note to an error if tensors had been written to before it."""
-        if error is not None and self.touched and not _says_so(error):
-            said = "tensors were written to before load() ended: load again, or end the process, before they are used"
+        if error is not None and self.touched and not _mentions_writes(error):
+            said = "tensors were written to before load() failed: before you use them, load again or end the process"
             error.add_note(f"flashckpt: {said}")
             log.warning("%s: %s", type(error).__name__, said)
 
     @property
     def touched(self) -> bool:
-        """Whether this rank's tensors may have been written to."""
+        """Returns True if this rank's tensors may have been written to."""
         return self._touched or (self._attempt is not None and self._attempt.touched)
 
     def take_inventory(self) -> Inventory:
-        """What every node holds; one rank of each node asks its agent. Collective."""
+        """Gathers what every node holds; one rank of each node asks its agent. Collective."""
         context = self._context
 
         def take() -> bytes:
@@ -173,20 +173,21 @@ class Recovery:
         disk: Collection[Generation] = (),
         disk_lines: Iterable[Line] = (),
     ) -> Pick:
-        """Choose the history to go on with, from what is whole in memory, and on `disk`. Local, alike on all ranks."""
+        """Choose the history to go on with, from what is complete in memory and on `disk`. Local, alike on all
+        ranks."""
         self.present = inventory.launches() | {launch_of(one) for one in disk}
-        lines, there = (*inventory.lines, *disk_lines), [*whole(inventory), *disk]
+        lines, there = (*inventory.lines, *disk_lines), [*complete_generations(inventory), *disk]
         self.picked = pick(lines, there, self.present, step=step, history=history)
         for node in inventory.damaged_lines:
             log.warning(
-                "node %s: a file that says which history its shards belong to is damaged; it is set aside and replaced "
-                "at the next save",
+                "node %s: a line file, which says to which history its shards belong, is damaged; it is set aside, and "
+                "the next save writes a new one",
                 node,
             )
         return self.picked
 
     def anew(self, inventory: Inventory, disk: Collection[Generation], disk_lines: Iterable[Line]) -> Pick:
-        """Give up everything that is known, because a person starts anew. Local, alike on all ranks."""
+        """Return a pick that gives up all known launches, because a person starts anew. Local, alike on all ranks."""
         self.present = inventory.launches() | {launch_of(one) for one in disk}
         return anew((*inventory.lines, *disk_lines), self.present)
 
@@ -195,8 +196,8 @@ class Recovery:
         return self.picked.line_for(head, base)
 
     def candidates(self, inventory: Inventory, step: int | None) -> Choice:
-        """Of the history that was picked. Collective, because what is missing is explained by whoever remembers where
-        it was."""
+        """Returns the candidates of the picked history. Collective: nodes that remember where missing shards were tell
+        the others."""
         choice = self._explained(choose(inventory, step, self.picked), inventory)
         reasons = dict(choice.passed_over)
         self._missing = choice.missing
@@ -208,7 +209,7 @@ class Recovery:
             if others:
                 hint += f"; load(step={step}, history={others[0]!r}) goes back to what was abandoned"
             raise NotFoundError(
-                f"step {step}: not in memory as a whole; steps with shards: {steps or 'none'}{_listed(choice)}",
+                f"step {step}: not complete in memory; steps with shards: {steps or 'none'}{_listed(choice)}",
                 hint=hint,
                 step=step,
                 parts=True,
@@ -216,22 +217,25 @@ class Recovery:
         return choice
 
     def _histories_with(self, inventory: Inventory, step: int) -> list[str]:
-        """Names of launches that have this step whole, and that the picked history goes on without."""
-        found = [one for one in whole(inventory) if one.step == step and self.picked.why_not(one)]
+        """Returns the names of launches that have this step complete, and that the picked history goes on without."""
+        found = [one for one in complete_generations(inventory) if one.step == step and self.picked.why_not(one)]
         return sorted({name_of(launch_of(one)) for one in found})
 
     def keep_losses(self) -> None:
-        """Leaves word on this node of what was found to be lost, for `ls` and `status`. Local, and no error."""
+        """Writes a list of the lost generations on this node, for `ls` and `status`. Local; logs errors instead of
+        raising."""
         if not self._context.is_leader:
             return
         try:
             if self._losses or self._context.store.read_losses():
                 self._context.store.write_losses(self._losses)
         except (FlashError, OSError) as error:
-            log.warning("the list of lost generations could not be written: %s", error)
+            log.warning(
+                "the list of lost generations could not be written, so that `ls` and `status` lack it: %s", error
+            )
 
     def _explained(self, choice: Choice, inventory: Inventory) -> Choice:
-        """The nodes that a missing shard was on, from one node that remembers that launch. Collective."""
+        """Adds the nodes that had the missing shards, as a node that remembers that launch tells them. Collective."""
         launches = {Launch(generation.epoch, generation.nonce) for generation, _ in choice.missing}
         tellers = {launch: node for launch, node in inventory.remembered.items() if launch in launches}
         if not tellers:
@@ -245,14 +249,14 @@ class Recovery:
             mine = [encode_session(one).hex() for one in past if tellers.get(one.launch) == context.node]
             return json.dumps(mine).encode()
 
-        answers = agree(context.group, context.node, "asking who had what is missing", tell)
+        answers = agree(context.group, context.node, "asking which nodes had the missing shards", tell)
         sessions = [decode_session(bytes.fromhex(one)) for answer in answers for one in json.loads(answer)]
         return explain(choice, {one.launch: one for one in sessions}, inventory.nodes)
 
     def load(
         self, inventory: Inventory, choice: Choice, state_dict: MutableMapping[Any, Any], request: Request
     ) -> LoadResult | None:
-        """The newest candidate that all ranks can read; None where there is none. Collective."""
+        """Loads the newest candidate that all ranks can read; returns None if nothing was saved. Collective."""
         if not choice.candidates:
             if choice.passed_over:
                 raise self._unusable(choice, ())
@@ -269,7 +273,7 @@ class Recovery:
         return replace(result, stepped_over=(*newer, *stepped_over))
 
     def load_from(self, attempt: Readable, state_dict: MutableMapping[Any, Any], request: Request) -> LoadResult:
-        """The same from what is not in memory. Collective. StepBackError on all ranks where it can't be used."""
+        """Loads what is not in memory. Collective. Raises StepBackError on all ranks if it can't be used."""
         return self._try(attempt, state_dict, request)
 
     def load_parts(
@@ -279,8 +283,10 @@ class Recovery:
         state_dict: MutableMapping[Any, Any],
         request: Request,
     ) -> LoadResult:
-        """After `error`, which found no generation to load: takes what is whole of the step that was asked for, if the
-        request allows parts to be missing; else raises the error with what is whole of the newest ones. Collective.
+        """Loads what is complete of the requested step, after `error` said that no generation can be loaded.
+        Collective.
+
+        If the request does not allow parts to be missing, raises the error with what is complete of the newest ones.
         """
         if not error.fields.get("parts"):  # raised on all ranks alike, or another error
             raise error
@@ -300,26 +306,27 @@ class Recovery:
                         )
                         return result
                     attempt.describe()
-                    lines.append(f"\n  - {generation}: {self._whole_of(attempt)}")
+                    lines.append(f"\n  - {generation}: {self._describe_parts(attempt)}")
             except StepBackError as problem:
-                log.warning("%s: what is whole of it could not be told: %s", generation, problem.message)
+                log.warning("%s: can't tell which parts are complete: %s", generation, problem.message)
         fields = {name: value for name, value in error.fields.items() if name != "parts"}
         told = f"\n  what is left:{''.join(lines)}" if lines else ""
         raise type(error)(error.message + told, hint=error.hint, **fields) from error
 
-    def _whole_of(self, attempt: Attempt) -> str:
+    def _describe_parts(self, attempt: Attempt) -> str:
         catalogue = attempt.catalogue
-        whole = {fqn for fqn, layout in attempt.stored if layout is None}
+        complete = {fqn for fqn, layout in attempt.stored if layout is None}
         rank_keys = {fqn for fqn, layout in attempt.stored if layout is not None}
         for _, values in catalogue.distinct_values():
             rank_keys |= values.per_rank
-            whole |= values.values.keys() - values.per_rank
-        return parts.told(attempt.generation.step, sorted(catalogue.lacking), whole, attempt.broken, rank_keys)
+            complete |= values.values.keys() - values.per_rank
+        step, lacking = attempt.generation.step, sorted(catalogue.lacking)
+        return parts.describe_parts(step, lacking, complete, attempt.broken, rank_keys)
 
     def find(self, step: int | None) -> Attempt:
-        """The newest usable generation, described, for somebody who reads by a plan of their own. Collective.
+        """Returns the newest usable generation, described, for a caller that makes the read plan itself. Collective.
 
-        UnusableError where there is none. The caller closes it.
+        Raises UnusableError if there is none. The caller closes the attempt.
         """
         inventory = self.take_inventory()
         self.pick_history(inventory, step)
@@ -332,32 +339,33 @@ class Recovery:
         return self._newest(inventory, choice, use)[0]
 
     def _newest(self, inventory: Inventory, choice: Choice, use: Callable[[Attempt], T]) -> tuple[T, list[str]]:
-        """What `use` makes of the newest generation that it can use, and those that it could not. Collective.
+        """Returns what `use` made of the newest generation that it could use, and why it could not use newer ones.
+        Collective.
 
-        A generation is given up only when one of its shards has no good copy left, or can't be fetched for a while:
-        what is stepped over is dead once the next one is loaded, and an agent that is being restarted is no reason.
+        A generation is given up only if one of its shards has no good copy left, or can't be fetched for a while. It is
+        dead once an older one is loaded, so an agent that is being restarted must not be the reason.
         """
         stepped_over: list[str] = []
-        straight = True
+        into_tensors = True
         for generation in choice.candidates:
             copies: Copies | None = copies_of(inventory, generation)
             pauses = list(_PAUSES)
             while copies is not None:
-                attempt = Attempt(self._context, copies, straight=straight)
+                attempt = Attempt(self._context, copies, into_tensors=into_tensors)
                 try:
                     return use(attempt), stepped_over
                 except BaseException as error:
                     attempt.close()
                     if not isinstance(error, StepBackError):
                         raise
-                    # Agents know where nodes have moved to, and what the launch has heard of them.
-                    straight = False
+                    # Fetch by the agents: they know the present addresses of the nodes, which a rank may not.
+                    into_tensors = False
                     if error.fields.get("passing") and pauses:
-                        log.warning("%s: %s; trying again", generation, error.message)
+                        log.warning("%s: %s; trying the same copies again", generation, error.message)
                         time.sleep(pauses.pop(0))
                         continue
                     copies = copies.without(error.fields.get("bad", frozenset()))
-                    going_on = "trying other copies" if copies is not None else "can't be used"
+                    going_on = "trying other copies" if copies is not None else "it can't be used"
                     log.warning("%s: %s; %s", generation, error.message, going_on)
                     if copies is None:
                         stepped_over.append(f"{generation}: {error.message}")
@@ -401,7 +409,7 @@ class Recovery:
         finally:
             self._touched |= attempt.touched
         failpoint("after_read")
-        # The owners' own code: load_state_dict of Stateful objects.
+        # Runs the owners' code: load_state_dict of Stateful objects.
         context.group.together(
             f"handing {generation} to its owners", lambda: restore(state_dict, mine.flat, mine.values, mine.keys)
         )
@@ -422,19 +430,18 @@ class Recovery:
         )
 
     def _nobody_wants(self, unexpected: frozenset[str]) -> list[str]:
-        """Of the keys that this rank has no use for, those that no other rank has a use for either. Collective."""
+        """Returns the keys that neither this rank nor any other one wants. Collective."""
         answers = self._context.group.gather(json.dumps(sorted(unexpected)).encode(), "comparing keys")
         return sorted(set.intersection(*(set(json.loads(answer)) for answer in answers)))
 
     def refuse_if_touched(self, error: UnusableError) -> None:
-        """Before a fresh start: raises where tensors of any rank were written to, which would begin with them.
-        Collective."""
+        """Raises if tensors of any rank were written to: a fresh start would begin with their values. Collective."""
         answers = self._context.group.gather(bytes([self.touched]), "comparing what was written to")
         if ranks := [rank for rank, answer in enumerate(answers) if answer != b"\0"]:
             raise UnusableError(
                 f"{error.message}\n  allow_fresh: expected untouched tensors to start anew with, found that those of "
                 f"ranks {ranks[:8]} were written to",
-                hint="start the job again: what was found bad is set aside by now, so that it can start anew then",
+                hint="start the job again: the bad copies are set aside by now, so that it can start anew then",
                 touched=True,
             ) from error
 
@@ -448,13 +455,13 @@ class Recovery:
         )
 
 
-def _says_so(error: BaseException) -> bool:
+def _mentions_writes(error: BaseException) -> bool:
     return isinstance(error, UnusableError) and bool(error.fields.get("touched"))
 
 
 @dataclass(frozen=True, slots=True)
 class _ReadPlan:
-    """What one rank is going to read and hand over."""
+    """What one rank reads, and what it hands to the owners of its state."""
 
     flat: Flat  # of the live state dict
     targets: list[Target]
@@ -467,7 +474,7 @@ class _ReadPlan:
 
 
 def _plan(attempt: Readable, rank: int, state_dict: MutableMapping[Any, Any], request: Request) -> _ReadPlan:
-    """Local. Raises errors that only the caller can fix: keys and shapes that do not fit.
+    """Makes the read plan of one rank. Local. Raises what only the caller can fix: keys and shapes that do not fit.
 
     The screen is called before the state dict is flattened: a Stateful can lay out what the generation holds.
     """
@@ -512,7 +519,7 @@ def _entry(stored: Index, fqn: str) -> TensorEntry | None:
 
 
 def _refuse_idle_keys(request: Request, known: set[str]) -> None:
-    """A prefix that selects nothing is a typo, and would be a fresh start that nobody asked for."""
+    """Refuses prefixes that select nothing: they are typos, and what they meant would silently not be loaded."""
     if request.keys is None:
         return
     idle = [key for key in request.keys if not any(request.matches(key, fqn) for fqn in known)]
@@ -526,12 +533,12 @@ def _refuse_idle_keys(request: Request, known: set[str]) -> None:
 def _missing(
     absent: set[str], saved: set[str], flat: Flat, request: Request, rank: int, saved_world: int
 ) -> tuple[str, ...]:
-    """Keys that keep their values; raises where that must not be."""
-    # An empty dict where the checkpoint has keys (a fresh optimizer's "state") is not a key of its own: the keys
-    # below it are the ones to speak of.
+    """Returns the keys that keep their values; raises if the request does not allow that."""
+    # An empty dict where the checkpoint has keys (a fresh optimizer's "state") does not count as a missing key: the
+    # keys below it are reported instead.
     empty = {fqn for fqn in absent if isinstance(flat.values.get(fqn), dict) and not flat.values[fqn]}
     absent = absent - {fqn for fqn in empty if any(key.startswith(fqn + ".") for key in saved)}
-    # A rank that did not exist when the generation was saved has no per-rank state to get back.
+    # A rank that did not exist when the generation was saved has no per-rank state in it.
     excused = {fqn for fqn in absent if fqn in flat.per_rank and rank >= saved_world}
     if excused:
         log.warning(

@@ -1,4 +1,4 @@
-"""What a load tells its caller."""
+"""The result of a load."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ SourceName = Literal["memory", "peer", "persist"]
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """Which generation every rank now holds, and how it got there."""
+    """The generation that every rank now holds, and where it came from."""
 
     step: int
     generation: Generation
     source: SourceName
     saved_world_size: int
     extra: Any = None
-    """What this rank (else the lowest that did) passed as `extra` when saving."""
+    """The `extra` that this rank passed to save(); if it saved none, that of the lowest rank."""
     missing: tuple[str, ...] = ()
     """Keys of the state dict that the checkpoint does not have; they keep their values."""
     unexpected: tuple[str, ...] = ()

@@ -1,4 +1,5 @@
-"""The retrieval plan: which chunks each node lacks, and whom it asks for them. Pure, and alike on every rank."""
+"""The retrieval plan: which chunks each node lacks, and which holders it asks for them. Pure, and alike on every
+rank."""
 
 from __future__ import annotations
 
@@ -26,9 +27,10 @@ Needs = dict[int, tuple[ChunkRange, ...]]
 # Below this, a second connection costs more than it brings.
 SPLIT_BYTES = 16 << 20
 _MOST_PORTIONS = 4
-# Who needs nearly all of a shard gets all of it: what is whole stays as a replica, so that it need not be copied again.
+# A node that needs nearly all of a shard fetches all of it: then it stays as a replica and need not be copied again.
 _NEARLY_WHOLE = 7 / 8
-# Ranks of a node that need the same chunks fetch them once, by way of their agent; up to this much twice does no harm.
+# Ranks of a node that need the same chunks fetch them once, by their agent, unless their needs add up to less than this
+# many times what the node needs.
 _MOST_TWICE = 1.25
 
 _COUNT = struct.Struct("<I")
@@ -45,15 +47,15 @@ class NodePlace:
 
 
 class Fetcher(NamedTuple):
-    """Who carries a retrieval out: a rank for itself, or the agent of its node, which that rank asks."""
+    """Who carries out a retrieval: a rank for itself, or the agent of its node, which that rank asks."""
 
     node: int
     rank: int  # by its place in the group
-    straight: bool  # into its tensors
+    into_tensors: bool  # True: the rank, into its tensors; False: the agent
 
 
 def needs_of(transfers: Iterable[Transfer], catalogue: Catalogue, near: frozenset[int]) -> Needs:
-    """The chunks that the transfers read out of shards that do not lie on this node."""
+    """Returns the chunks that the transfers read from shards that do not lie on this node."""
     marks: dict[int, np.ndarray] = {}
     for transfer in transfers:
         rank = transfer.shard
@@ -64,7 +66,7 @@ def needs_of(transfers: Iterable[Transfer], catalogue: Catalogue, near: frozense
             marks[rank] = np.zeros(catalogue.chunks(rank) + 1, dtype=np.int64)
         starts, _, length = runs(transfer.overlap, transfer.entry.box, transfer.overlap, ITEMSIZE[transfer.entry.dtype])
         starts = starts + transfer.entry.offset_bytes
-        # Plus one where a run begins, minus one behind its end: the sum so far says whether a chunk is needed.
+        # Plus one where a run begins, minus one behind its end: a chunk is needed if the sum up to it is positive.
         np.add.at(marks[rank], starts // chunk_bytes, 1)
         np.add.at(marks[rank], (starts + length - 1) // chunk_bytes + 1, -1)
     return {rank: _ranges(np.cumsum(mark[:-1]) > 0) for rank, mark in sorted(marks.items())}
@@ -101,7 +103,7 @@ def decode_needs(data: bytes) -> Needs:
 
 
 def union(many: Iterable[Needs], chunks: Mapping[int, int]) -> Needs:
-    """What several ranks of a node need together; `chunks` says how many each shard has."""
+    """Returns what several ranks of a node need together. `chunks`: rank → number of chunks of its shard."""
     wanted: dict[int, np.ndarray] = {}
     for needs in many:
         for rank, ranges in needs.items():
@@ -114,10 +116,10 @@ def union(many: Iterable[Needs], chunks: Mapping[int, int]) -> Needs:
 def deal_out(
     needs: Sequence[Needs], able: Sequence[bool], members: Sequence[Sequence[int]], chunks: Mapping[int, int]
 ) -> dict[Fetcher, Needs]:
-    """Who fetches what. `needs` and `able` are of each rank, `members` are the ranks of each node.
+    """Returns who fetches what. `needs` and `able` are by rank, `members` are the ranks of each node.
 
-    Each rank for itself, straight into its tensors, where all of a node that lack something are able to, and need
-    different things; else the node's agent for all of them.
+    If all ranks of a node that lack something are able to, and need different chunks, each fetches into its tensors.
+    Otherwise the node's agent fetches for all of them.
     """
     dealt: dict[Fetcher, Needs] = {}
     for node, ranks in enumerate(members):
@@ -127,9 +129,9 @@ def deal_out(
         lacking = [rank for rank in ranks if needs[rank]]
         twice = sum(map(_count, (needs[rank] for rank in lacking))) > _MOST_TWICE * _count(together)
         if twice or not all(able[rank] for rank in lacking):
-            dealt[Fetcher(node, ranks[0], straight=False)] = together
+            dealt[Fetcher(node, ranks[0], into_tensors=False)] = together
         else:
-            dealt |= {Fetcher(node, rank, straight=True): needs[rank] for rank in lacking}
+            dealt |= {Fetcher(node, rank, into_tensors=True): needs[rank] for rank in lacking}
     return dealt
 
 
@@ -140,17 +142,17 @@ def _count(needs: Needs) -> int:
 def plan_retrievals(
     needs: Mapping[Fetcher, Needs], copies: Copies, catalogue: Catalogue, places: Sequence[NodePlace]
 ) -> dict[Fetcher, tuple[Retrieval, ...]]:
-    """For each fetcher what to fetch, and from whom.
+    """Returns, for each fetcher, what to fetch from which holders.
 
-    Largest first; each from the holder in the same failure domain, else from the one that has least to give so far;
-    large ones from several at once. The other holders follow as the next to ask.
+    The largest are dealt out first: each to the holder in the same failure domain, else to the one that has least to
+    send so far; large ones to several at once. The other holders are asked next if one fails.
     """
     given = [0] * len(places)  # bytes that each node has to send
     jobs = []
     for fetcher, lacking in needs.items():
         for rank, ranges in lacking.items():
-            # Tensors have no room for more than they need.
-            whole = not fetcher.straight and _is_nearly_whole(ranges, catalogue, rank)
+            # A fetch into tensors has no room for more than the rank needs.
+            whole = not fetcher.into_tensors and _is_nearly_whole(ranges, catalogue, rank)
             parts = (ChunkRange(0, catalogue.chunks(rank)),) if whole else ranges
             size = sum(one.count for one in parts) * int(catalogue.shards["chunk_bytes"][rank])
             jobs.append((-size, fetcher, rank, whole, parts))
@@ -159,7 +161,7 @@ def plan_retrievals(
         copy, node = copies[rank], fetcher.node
         holders = [holder for holder in copy.nodes if holder != node]
         if not holders:
-            raise InternalError(f"{copy.shard}: {places[node].node_id} needs it, and nobody has it")
+            raise InternalError(f"{copy.shard}: {places[node].node_id} needs it, and no other node has it")
         domain = places[node].domain
 
         def nearness(holder: int, domain: str = domain, node: int = node) -> tuple[bool, int, int]:
@@ -167,7 +169,7 @@ def plan_retrievals(
             return other, given[holder], (holder - node) % len(places)
 
         order = sorted(holders, key=nearness)
-        # Only among equals: half of it from another domain would be half of it by the slower way.
+        # Split only among holders that are equally near: a part from another domain would take the slower way.
         equals = [h for h in order if nearness(h)[0] == nearness(order[0])[0]]
         count = min(len(equals), _MOST_PORTIONS) if -minus_size >= SPLIT_BYTES else 1
         portions = []

@@ -1,12 +1,12 @@
-"""Moves and checksums bytes: the compiled core, or its plain twin where that is missing.
+"""Moves and checksums bytes: by the compiled core, or by its plain twin if the core is missing.
 
 Every call that takes a `Buffer` takes anything C-contiguous with the buffer protocol (bytes, memoryview,
-mmap, array, NumPy array) and holds it until it returns. Raw addresses in `pieces` are the caller's promise:
-that memory must stay valid until the call returns. Nothing is kept afterwards.
+mmap, array, NumPy array) and holds it until it returns. The caller promises that the memory at raw addresses in
+`pieces` stays valid until the call returns. Nothing is kept afterwards.
 
-All calls release the GIL while they work (a checksum of a few bytes excepted). Threads live only as long as
-the call that started them, so forking between calls is safe. Bad arguments raise ValueError before anything
-is written, refusals of the system raise OSError.
+All calls release the GIL while they work (except for a checksum of a few bytes). Threads live only as long as the call
+that started them, so that forking between calls is safe. Bad arguments raise ValueError before anything is written;
+errors of the system raise OSError.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ _backend, IS_NATIVE = _choose()
 
 
 def crc32c(data: Buffer, seed: int = 0) -> int:
-    """The CRC32C of the bytes whose CRC is `seed` (0: none), followed by `data`."""
+    """Returns the CRC32C of the bytes whose CRC is `seed` (0: none), followed by `data`."""
     result: int = _backend.crc32c(data, seed)
     return result
 
 
 def crc32c_combine(first: int, second: int, second_length: int) -> int:
-    """The CRC32C of A followed by B, from that of A, that of B and the length of B. Reads no data."""
+    """Returns the CRC32C of A followed by B, from that of A, that of B and the length of B. Reads no data."""
     result: int = _backend.crc32c_combine(first, second, second_length)
     return result
 
@@ -79,10 +79,10 @@ def scatter_copy(destination: Buffer, pieces: Buffer, chunk_bytes: int, threads:
     """Writes all of `destination` and returns its checksums: a little-endian uint32 CRC32C per `chunk_bytes`.
 
     `pieces` are int64 triples (source address, destination offset, length), sorted by destination offset,
-    not overlapping, within the destination. Source address 0 means that the bytes are in place already and
-    are only checksummed. What no piece covers is filled with zeros. Sources must not overlap the destination.
+    not overlapping, within the destination. Source address 0 means that the bytes are in place already and are only
+    checksummed. Bytes that no piece covers are filled with zeros. Sources must not overlap the destination.
 
-    Once this returns the sources may be changed and freed. With a bad piece nothing is written.
+    Once this returns, the sources may be changed and freed. If a piece is bad, nothing is written.
     """
     result: bytes = _backend.scatter_copy(destination, pieces, chunk_bytes, threads)
     return result
@@ -108,8 +108,8 @@ def gather_read(
     destinations of a bad or cut short chunk (its index is in the result) are untouched. A file that shrinks
     meanwhile means bad chunks, not a signal. After an OSError any part of the destinations may be written.
 
-    With `verify=False` the checksums are not looked at, and only chunks whose wanted bytes the file ends
-    before are reported; some of their bytes may have been written.
+    With `verify=False` the checksums are ignored. Then only chunks whose wanted bytes lie behind the file's end are
+    reported; some of their bytes may have been written.
     """
     result: list[int] = _backend.gather_read(
         fd, data_offset, data_length, chunk_bytes, chunk_crcs, pieces, threads, verify
@@ -120,10 +120,10 @@ def gather_read(
 def gather_copy(
     data: Buffer, chunk_bytes: int, chunk_crcs: Buffer, pieces: Buffer, threads: int, verify: bool = True
 ) -> list[int]:
-    """As `gather_read`, out of memory: `data` is the data area.
+    """Does what `gather_read` does, from memory: `data` is the data area.
 
-    The caller knows that it neither shrinks nor changes meanwhile: each chunk is checked where it lies, and only
-    then copied from there. If it maps a file that somebody else may write or cut short, use `gather_read`.
+    The caller guarantees that it neither shrinks nor changes meanwhile: each chunk is checked in place, and then copied
+    from there. If it maps a file that another process may write or cut short, use `gather_read`.
     """
     result: list[int] = _backend.gather_copy(data, chunk_bytes, chunk_crcs, pieces, threads, verify)
     return result
@@ -132,16 +132,16 @@ def gather_copy(
 def receive_chunks(
     fd: int, offset: int, length: int, chunk_bytes: int, chunk_crcs: Buffer, pieces: Buffer, scratch: Buffer
 ) -> list[int]:
-    """Receives `length` bytes of a data area out of a socket, those from `offset` on; returns the bad chunks.
+    """Receives `length` bytes of a data area, from `offset` on, from a socket; returns the bad chunks.
 
-    They are chunks of `chunk_bytes`, with a checksum each, and perhaps a shorter last one; bad ones are counted from
-    the first one here, and their destinations are untouched. `pieces` are as those of `gather_read`, but sorted by
-    their offset and without shared source bytes; those outside are passed over, and bytes that no piece asks for are
-    dropped.
-    `scratch` has room for two chunks; used again for the next call it is still in the cache.
+    They are chunks of `chunk_bytes` (the last one may be shorter), each with a checksum. Indices of bad chunks count
+    from the first one here; the destinations of bad chunks are untouched. `pieces` are like those of `gather_read`, but
+    sorted by offset and without shared source bytes. Pieces outside the received range are ignored, and bytes that no
+    piece covers are dropped. `scratch` has room for two chunks. Use the same one for the next call: then it is still in
+    the cache.
 
-    The socket has to be a blocking one. OSError: EAGAIN where it has a timeout and nothing came for so long, ECONNRESET
-    where the other end closed it early; chunks that came before may be in place by then.
+    The socket has to be a blocking one. Raises OSError: EAGAIN if nothing was received within its timeout, ECONNRESET
+    if the other end closed it early. Earlier chunks may be in place by then.
     """
     result: list[int] = _backend.receive_chunks(fd, offset, length, chunk_bytes, chunk_crcs, pieces, scratch)
     return result
@@ -150,18 +150,18 @@ def receive_chunks(
 def layout_entries(
     data: Buffer, item_bytes: dict[str, int], caps: Sequence[int], entry_type: type[Entry], box_type: type[Any]
 ) -> list[Entry] | None:
-    """The entries of an encoded layout, where it is plain that it keeps the format's rules; else None.
+    """Decodes an encoded layout if it obviously keeps the format's rules; returns None otherwise.
 
-    None says nothing: `flashckpt.format.layout` decodes it then, and says what is wrong, if anything is. Whether
-    entries of one key agree is not looked at. `caps`: entries, bytes of an entry, bytes of a name, path parts,
-    dimensions, alignment. Keeps the GIL.
+    After None, `flashckpt.format.layout` decodes it and says what is wrong, if anything is. Does not check that entries
+    of one key agree. `caps`: entries, bytes per entry, bytes per name, path parts, dimensions, alignment. Keeps the
+    GIL.
     """
     result: list[Entry] | None = _backend.layout_entries(data, item_bytes, caps, entry_type, box_type)
     return result
 
 
 def verify_chunks(data: Buffer, chunk_bytes: int, chunk_crcs: Buffer, threads: int) -> list[int]:
-    """The indices of the chunks of `data` whose CRC32C is not the given one, sorted.
+    """Returns the indices of the chunks of `data` whose CRC32C differs from the given one, sorted.
 
     If `data` maps a file, the caller must know that the file does not shrink; otherwise use `verify_file`.
     """
@@ -172,7 +172,7 @@ def verify_chunks(data: Buffer, chunk_bytes: int, chunk_crcs: Buffer, threads: i
 def verify_file(
     fd: int, data_offset: int, data_length: int, chunk_bytes: int, chunk_crcs: Buffer, threads: int
 ) -> list[int]:
-    """As `verify_chunks`, for a data area in a file. Chunks that the file ends before or within are bad."""
+    """Does what `verify_chunks` does, for a data area in a file. Chunks that reach beyond the file's end are bad."""
     result: list[int] = _backend.verify_file(fd, data_offset, data_length, chunk_bytes, chunk_crcs, threads)
     return result
 
@@ -184,25 +184,26 @@ def checksum_ranges(ranges: Buffer, threads: int) -> bytes:
 
 
 def prefault(data: Buffer, threads: int) -> None:
-    """Makes every page of `data` present and writable, without changing a byte, even while others write.
+    """Makes every page of `data` present and writable. Changes no byte, even while other threads write.
 
-    A page that can't be had (the mapped file is too short, memory is full) raises OSError, never a signal.
+    Raises OSError, never a signal, for a page that can't be made present (the mapped file is too short, memory is
+    full).
     """
     _backend.prefault(data, threads)
 
 
 def kernel() -> str:
-    """The name of the checksum kernel in use."""
+    """Returns the name of the checksum kernel in use."""
     result: str = _backend.kernel()
     return result
 
 
 def kernels() -> list[str]:
-    """The kernels that run on this machine, best first."""
+    """Returns the names of the kernels that run on this machine, best first."""
     result: list[str] = _backend.kernels()
     return result
 
 
 def set_kernel(name: str) -> None:
-    """Uses another kernel from now on, for tests and measurements. Results are the same with all of them."""
+    """Selects the kernel for later calls, for tests and measurements. All kernels give the same results."""
     _backend.set_kernel(name)

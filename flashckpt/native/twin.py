@@ -1,6 +1,6 @@
-"""The native core in Python and NumPy: the same results and errors, without a compiler and far slower.
+"""Implements the native core in Python and NumPy: the same results and errors, but far slower.
 
-Here to fall back to, and for the native core to be compared with. `threads` is checked, then ignored.
+Used if the native core is missing, and in tests to compare it with. `threads` is checked, then ignored.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def receive_chunks(
 def layout_entries(
     data: Buffer, item_bytes: dict[str, int], caps: Sequence[int], entry_type: type[Any], box_type: type[Any]
 ) -> None:
-    """Declines everything: the decoder in flashckpt.format.layout is this one's plain twin."""
+    """Returns None for every layout: the decoder in flashckpt.format.layout is the plain twin of this call."""
     _bytes_of("data", data)
 
 
@@ -157,7 +157,7 @@ def _gather(
     for index in sorted(by_chunk):
         begin = index * chunk_bytes
         end = min(begin + chunk_bytes, data_length)
-        if not verify:  # then only what is asked for has to be there
+        if not verify:  # then only the wanted bytes have to be in the file
             begin = max(begin, min(source for source, _, _ in by_chunk[index]))
             end = min(end, max(source + count for source, _, count in by_chunk[index]))
         data = read(begin, end - begin)
@@ -251,7 +251,7 @@ def _multiply(a: int, b: int) -> int:
 
 @lru_cache(maxsize=256)
 def _zero_bytes_factor(count: int) -> int:
-    """x^(8 * count): what a state is multiplied by when `count` zero bytes follow."""
+    """Returns x^(8 * count), the factor of a state that `count` zero bytes follow."""
     power, square, exponent = 1 << 31, 1 << 30, 8 * count
     while exponent:
         if exponent & 1:
@@ -277,8 +277,8 @@ _TABLE_ARRAY = np.array(_TABLE, dtype=np.uint32)
 
 @lru_cache(maxsize=64)
 def _shift_tables(count: int) -> NDArray[np.uint32]:
-    """What each of a state's four bytes becomes when `count` zero bytes follow."""
-    powers = [_zero_bytes_factor(count)]  # the factor times x^0 … x^31, which is where bits 31 … 0 go
+    """Returns tables of what each of a state's four bytes becomes if `count` zero bytes follow."""
+    powers = [_zero_bytes_factor(count)]  # the factor times x^0 … x^31: the results of bits 31 … 0
     for _ in range(31):
         powers.append(_times_x(powers[-1]))
     tables = np.zeros((4, 256), dtype=np.uint32)
@@ -296,7 +296,7 @@ def _shift(states: NDArray[np.uint32], count: int) -> NDArray[np.uint32]:
 
 
 def _advance(states: NDArray[np.uint32], rows: NDArray[np.uint8]) -> NDArray[np.uint32]:
-    """Each state after its own row of bytes; all rows advance by a byte per step."""
+    """Returns each state after its own row of bytes. All rows advance by one byte per step."""
     for column in np.ascontiguousarray(rows.T):
         states = (states >> 8) ^ _TABLE_ARRAY[(states ^ column) & 0xFF]
     return states
@@ -304,7 +304,7 @@ def _advance(states: NDArray[np.uint32], rows: NDArray[np.uint8]) -> NDArray[np.
 
 def _update(state: int, data: NDArray[np.uint8]) -> int:
     if len(data) >= 1024:
-        # As many rows as columns, roughly, joined in pairs.
+        # About as many rows as columns; their states are joined in pairs.
         lanes = 1 << len(data).bit_length() // 2
         width = len(data) // lanes
         states = np.zeros(lanes, dtype=np.uint32)
@@ -396,7 +396,7 @@ def _populate_write(address: int, length: int) -> int:
 
 
 def _touch_pages(first: int, pages: int) -> int:
-    """ORs 0 into every page by the kernel's hand, so that a page that can't be had is an error, no signal."""
+    """Makes the kernel OR 0 into every page, so that a page that can't be made present is an error and no signal."""
     libc = ctypes.CDLL(None, use_errno=True)
     number = ctypes.c_long(_SYS_FUTEX[platform.machine()])
     unused = ctypes.c_uint32(0)

@@ -1,1 +1,1 @@
-"""The ranks of one launch: who they are, and the private group by which they agree."""
+"""The ranks of one launch, and the private group by which they agree."""

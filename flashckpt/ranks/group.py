@@ -1,4 +1,4 @@
-"""The private gloo group: start, first save and load talk over it. Never the user's groups, never a thread."""
+"""The private gloo group, which only start, first save and load use: no user's group, and no other thread."""
 
 from __future__ import annotations
 
@@ -27,12 +27,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 _LENGTH = struct.Struct("<Q")
-_AT_ONCE_BYTES = 120  # a purpose and a short answer; times 80,000 ranks it is still little
+_AT_ONCE_BYTES = 120  # enough for a purpose and a short answer; under 10 MB for 80,000 ranks
 _HEAD_BYTES = _LENGTH.size + _AT_ONCE_BYTES
 
 # The rolls at which ranks meet before they have a group, for as long as torch's default group lives.
@@ -40,7 +39,7 @@ _openings: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Ro
 
 
 class PrivateGroup:
-    """All ranks of one Checkpointer. With one process it is only itself and no torch.distributed is needed."""
+    """All ranks of one Checkpointer. With one process it needs no torch.distributed."""
 
     def __init__(
         self, process_group: dist.ProcessGroup | None, timeout: float, undo: contextlib.ExitStack | None = None
@@ -51,13 +50,13 @@ class PrivateGroup:
             undo.callback(self.close)
         self._timeout = timeout
         self._rounds = 0
-        self._left = ""  # the call that an exception ended in the middle; "": none
+        self._left = ""  # the collective call that an exception has ended; "": none
         self.rank, self.world = 0, 1
         self.global_ranks: tuple[int, ...] = (0,)
         self.spans_the_world = True
         self._roll = Roll(None, 0, 1)
         self._ended: Callable[[], Mapping[int, str]] = dict
-        default = _default_group()  # not kept alive: the user may destroy it
+        default = _default_group()  # only a weak reference is kept: the user may destroy the group
         self._default: weakref.ref[dist.ProcessGroup] | None = None if default is None else weakref.ref(default)
         if not (dist.is_available() and dist.is_initialized()):
             if process_group is not None:
@@ -81,14 +80,14 @@ class PrivateGroup:
                     list(self.global_ranks),
                     timeout=timedelta(seconds=timeout),
                     backend="gloo",
-                    # A sub-group is made by its members alone; the others need not know of us.
+                    # Only the members of a sub-group make it; the other ranks take no part.
                     use_local_synchronization=process_group is not None,
                 ),
             )
 
     @classmethod
     def alone(cls) -> PrivateGroup:
-        """Of this process only, whatever torch.distributed knows of others."""
+        """Return a group of this process only, even if torch.distributed has more ranks."""
         group = cls.__new__(cls)
         group._timeout, group._group = 0.0, None
         group._rounds, group._left = 0, ""
@@ -118,8 +117,8 @@ class PrivateGroup:
     def _refuse_if_left(self, doing: str) -> None:
         if self._left:
             raise ConflictError(
-                f"{doing}: on rank {self.rank} of {self.world} an exception ended an earlier call ({self._left}) in "
-                "the middle, so that this rank is out of step with the others",
+                f"{doing}: on rank {self.rank} of {self.world} an exception ended an earlier collective call "
+                f"({self._left}), so that this rank is out of step with the others",
                 hint="close this Checkpointer and make another one on all ranks, or end the job's processes and start "
                 "them again; saves that are local go on",
                 rank=self.rank,
@@ -129,10 +128,10 @@ class PrivateGroup:
         return self._ended()
 
     def gather(self, payload: bytes, doing: str) -> list[bytes]:
-        """Every rank's payload, in rank order. Collective.
+        """Return every rank's payload, in rank order. Collective.
 
-        `doing` travels along: a rank that is somewhere else (an exception made it miss a call) is found out here,
-        and its bytes are not taken for something they are not.
+        `doing` is sent along. So a rank that is in another call (because an exception made it miss one) is found here,
+        and its bytes are not misinterpreted.
         """
         if self._group is None:
             return [payload]
@@ -142,7 +141,7 @@ class PrivateGroup:
         self._left = doing
         purpose = doing.encode()
         message = struct.pack("<I", len(purpose)) + purpose + payload
-        # Most messages are short and go with their length; only where one is not, a second round brings the rest.
+        # The first round sends lengths and short messages. A second one sends the rest, if any message is longer.
         heads = self._exchange(_LENGTH.pack(len(message)) + message[:_AT_ONCE_BYTES], _HEAD_BYTES, doing)
         lengths = [_LENGTH.unpack_from(head)[0] for head in heads]
         messages = [head[_LENGTH.size :] for head in heads]
@@ -161,7 +160,7 @@ class PrivateGroup:
         return [one[4 + len(purpose) :] for one in messages]
 
     def _exchange(self, data: bytes, size_bytes: int, doing: str) -> list[bytes]:
-        """Every rank's data, filled up with zeros. Collective: with the same size everywhere."""
+        """Return every rank's data, padded with zeros to `size_bytes`, the same on all ranks. Collective."""
         mine = torch.frombuffer(bytearray(data.ljust(size_bytes, b"\0")), dtype=torch.uint8)
         gathered = [torch.empty_like(mine) for _ in range(self.world)]
         self._checked(
@@ -170,7 +169,7 @@ class PrivateGroup:
         return [one.numpy().tobytes() for one in gathered]
 
     def together(self, doing: str, call: Callable[[], T]) -> T:
-        """Runs `call` on every rank; if it raises on one, all ranks raise. Collective."""
+        """Run `call` on every rank; if it raises on one, all ranks raise. Collective."""
         try:
             result = call()
         except Exception as error:
@@ -182,7 +181,7 @@ class PrivateGroup:
         return result
 
     def vote(self, problem: str, doing: str) -> dict[int, str]:
-        """Each rank's problem ("" = none); the answer holds the ranks that have one. Collective."""
+        """Gather each rank's problem ("" = none). Return those of the ranks that have one. Collective."""
         answers = self.gather(problem.encode(), doing)
         return {rank: text.decode(errors="replace") for rank, text in enumerate(answers) if text}
 
@@ -192,7 +191,7 @@ class PrivateGroup:
         return self._rounds
 
     def leave(self, doing: str, since: int) -> None:
-        """Records that an exception ended a call that began at `since` rounds.
+        """Record that an exception ended a call that began at `since` rounds.
 
         If there were rounds since, the other ranks go on without this one, and every further use raises ConflictError.
         """
@@ -200,12 +199,12 @@ class PrivateGroup:
             self._left = self._left or doing
 
     def refuse_if_replaced(self, doing: str) -> None:
-        """Raise ConflictError if torch has another default group now: its ranks need not be those of this group."""
+        """Raise ConflictError if torch has another default group now, whose ranks may be others."""
         now = _default_group()
         if now is None or now is self._default_now():
             return
         if self.world == 1 and (not self.spans_the_world or dist.get_world_size() == 1):
-            return  # this process by itself, now as then
+            return  # a group of this process alone, now and before
         raise ConflictError(
             f"{doing}: expected torch's process group to be the one that this Checkpointer was made over, found that "
             f"it was replaced by another one, of {dist.get_world_size()} ranks",
@@ -214,11 +213,11 @@ class PrivateGroup:
         )
 
     def _default_now(self) -> dist.ProcessGroup | None:
-        """Torch's default group that this one was made over. None: there was none, or it is gone."""
+        """Return torch's default group that this one was made over. None: there was none, or it was destroyed."""
         return None if self._default is None else self._default()
 
     def _refuse_if_destroyed(self, doing: str) -> None:
-        """Before a collective."""
+        """Raise ConflictError if torch's default group was destroyed, which ends this group, too."""
         if self._default_now() is None or _default_group() is None:
             raise ConflictError(
                 f"{doing}: expected torch's process group, which this Checkpointer was made over, found that it was "
@@ -228,7 +227,7 @@ class PrivateGroup:
             )
 
     def close(self) -> None:
-        """May be called twice. A group that torch has destroyed with its default group is gone already."""
+        """Destroy the group, unless torch has destroyed it with its default group. May be called twice."""
         if self._group is not None and dist.is_initialized():
             try:
                 dist.destroy_process_group(self._group)
@@ -237,7 +236,7 @@ class PrivateGroup:
         self._group = None
 
     def _wait(self, work: dist.Work, doing: str) -> None:
-        """Wait for a collective. RuntimeError where it fails, or takes longer than the group's timeout."""
+        """Wait for a collective. Raises RuntimeError if it fails, or takes longer than the group's timeout."""
         began = time.monotonic()
         pause, is_late = NOTICE_SECONDS, False
         while True:
@@ -251,12 +250,13 @@ class PrivateGroup:
                 if ended:
                     raise RuntimeError("; ".join(ended.values())) from None
                 if not is_late:
-                    # Ranks that wait here say so; who does not say it within the next second is missing.
+                    # Ranks that wait here note it on the board. A rank without the note after the next second is
+                    # missing.
                     is_late, pause = True, LOOK_SECONDS
                     self._roll.note(f"{doing}, {self._rounds}")
                 elif is_late and pause == LOOK_SECONDS:
                     pause = NOTICE_SECONDS
-                    log.warning("%s: waiting since %.0f s for %s", doing, waited, self._named_late(doing))
+                    log.warning("%s: has waited %.0f s for %s", doing, waited, self._named_late(doing))
             else:
                 return
 
@@ -295,7 +295,7 @@ def _board(prefix: str) -> Board | None:
         # torch has no public name for it; torchft and torchelastic reach it the same way.
         return cast("Board", PrefixStore(f"flashckpt/{prefix}", dist.distributed_c10d._get_default_store()))
     except (RuntimeError, ValueError) as error:
-        log.info("the ranks have no store in common, so that missing ones are named less soon: %s", error)
+        log.info("the ranks share no store, so that missing ranks are named later: %s", error)
         return None
 
 
@@ -315,10 +315,10 @@ _looks_after_forks: list[bool] = []
 
 
 def _outlive_forks(group: PrivateGroup) -> None:
-    """Keep the group, and torch's default one, in every forked child until it is gone.
+    """Keep the group, and torch's default one, alive in every forked child until the child ends.
 
-    The destructor of a gloo group waits for its threads. In a child there are none, so that the child would hang, or
-    abort, at its end.
+    The destructor of a gloo group waits for its threads. A child has none of them, so that it would hang or abort at
+    its end.
     """
     if not _looks_after_forks:
         _looks_after_forks.append(True)
@@ -330,7 +330,7 @@ def _keep_for_ever() -> None:
     groups = [group._group for group in list(_of_this_process)]
     for group in (*groups, _default_group()):
         if group is not None:
-            # A reference that is never given back: also not when the interpreter clears its modules.
+            # Add a reference that is never given back, not even when the interpreter clears its modules.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 

@@ -1,8 +1,8 @@
-"""The roll of a collective call: all ranks begin it together or none does, and a rank that is missing is named.
+"""Calls the roll before a collective call: all ranks begin it or none does, and missing ranks are named.
 
 Ranks sign in at a board that they share (the store that torch.distributed keeps for the job) before they enter a
-collective. The last one to sign in writes "go"; one that has waited too long writes "off". Whichever of the two stands
-there first holds for all ranks, so that no rank waits in a collective that another one has given up.
+collective. The last one to sign in writes the verdict "go"; one that has waited too long writes that the call is off.
+The first verdict holds for all ranks, so that no rank waits in a collective that another one has given up.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NOTICE_SECONDS = 5.0
-"""A rank that waits for longer names whom it waits for."""
+"""A rank that waits longer logs which ranks it waits for."""
 LOOK_SECONDS = 1.0
 """A rank that waits asks this often whether a missing rank has ended."""
 VAIN_SAVES = 2
-"""After so many saves that waited in vain, saves do not wait until the missing ranks are seen again."""
+"""After this many saves that waited in vain, saves do not wait until the missing ranks are seen again."""
 
 _LONGEST_PAUSE = 0.25
 _SHOWN = 8
@@ -35,7 +35,8 @@ _GO = "go"
 
 
 class Board(Protocol):
-    """What torch's Store offers, as far as a roll uses it. Every method returns soon; RuntimeError if it is gone."""
+    """The methods of torch's Store that a roll uses. Each returns soon, and raises RuntimeError if the store is
+    gone."""
 
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes: ...
@@ -50,7 +51,7 @@ class CalledOff:
     """The verdict on a round in which ranks were missing."""
 
     missing: tuple[int, ...]
-    vain: int  # how many saves in a row, this one included, waited in vain
+    vain: int  # number of saves in a row, this one included, that waited in vain
     why: str
     step: int | None = None  # of the save that was called off
 
@@ -84,24 +85,26 @@ class Roll:
         self._clock = clock
         self._sleep = sleep
         self._round = 0
-        self._has_signed = False  # in at the present round
+        self._has_signed = False  # this rank has signed in at the present round
         self._vain = 0
         self._missing: tuple[int, ...] = ()
-        self._missed: CalledOff | None = None  # the others waited for a save of this rank
+        self._missed: CalledOff | None = None  # the last verdict that names this rank as missing
 
     def meet(self, call: str, arguments: str, timeout: float, *, step: int | None = None) -> None:
         """Return once all ranks have called `call`, with the same arguments. Collective.
 
         Raises DeadlineError or OtherRankError, on every rank that called it, if a rank is missing for `timeout`
         seconds or has ended, and OtherRankError if their arguments differ. With `step`, of a save, it raises at once
-        after VAIN_SAVES calls in vain, until the missing ranks were seen again.
+        after VAIN_SAVES calls in vain, until the missing ranks are seen again.
         """
         if self._board is None:
             return
         try:
             self._meet(self._board, call, arguments, timeout, step)
         except RuntimeError as error:
-            log.warning("%s(): the ranks can't be compared, the store of torch.distributed is gone: %s", call, error)
+            log.warning(
+                "%s(): missing ranks can't be named any more, the store of torch.distributed is gone: %s", call, error
+            )
             self._board = None
 
     def note(self, text: str) -> None:
@@ -121,9 +124,9 @@ class Roll:
                 self._board = None
 
     def behind(self, step: int) -> dict[int, int | None]:
-        """Return ranks that have not called save() for `step` yet, and the step that they called it for last.
+        """Return the ranks that have not called save() for `step` yet, each with the last step that it called it for.
 
-        Where there are ranks that never called it, only these.
+        If some ranks never called it, returns only these.
         """
         if self._board is None:
             return {}
@@ -147,7 +150,7 @@ class Roll:
             return {}
 
     def missed(self) -> CalledOff | None:
-        """Return the verdict if the other ranks waited in vain for this one, which never came to such a call since."""
+        """Return the verdict if the other ranks waited in vain for this one, and it has made no such call since."""
         if self._board is None:
             return self._missed
         try:
@@ -172,11 +175,12 @@ class Roll:
         self._compare(board, signed, call, arguments)
 
     def _sign_in(self, board: Board, call: str, arguments: str, step: int | None) -> bool:
-        """Sign in at the present round. False: what the board says is of an earlier use of it, and means nothing."""
+        """Sign in at the present round. Returns False if the board's contents are from an earlier use and mean
+        nothing."""
         while isinstance(verdict := self._verdict(board), CalledOff):
             # The others waited for this rank in vain: go on with the round that they are at.
             self._missed = verdict if step is None and self._rank in verdict.missing else None
-            # Absent for a moment, or for good where the rank that called it off has died.
+            # "next" may be written later, or never if the rank that called the round off has died.
             newest = int(self._read(board, "next")) if board.check(["next"]) else 0
             self._round = max(self._round + 1, newest)
             self._has_signed = False
@@ -186,13 +190,14 @@ class Roll:
                 self._vain = last.vain if self._missing else 0
                 board.set(f"{self._round}/back/{self._rank}", str(step))
                 raise OtherRankError(
-                    f"{call}(): the other ranks waited in vain for {_ranks(last.missing)}, this one among them, and "
-                    "wait again from the next step on",
+                    f"{call}(): the other ranks waited in vain for {_ranks(last.missing)}, including this one, and "
+                    "wait "
+                    "again from the next step on",
                     hint=_hint(call),
                     ranks=list(last.missing),
                 )
             if step is not None and last.step is not None and last.step >= step:
-                # They have gone on to the next step, where they may wait for this rank in a collective of their own.
+                # The others have gone on to the next step, where they may wait for this rank in the user's collective.
                 raise OtherRankError(
                     f"{call}(): the other ranks gave step {last.step} up: {last.why}",
                     hint=_hint(call),
@@ -266,7 +271,7 @@ class Roll:
         )
 
     def _are_all_back(self, board: Board, step: int) -> bool:
-        """Return True if the missing ranks were seen, at a step before this one: then all ranks know it by now."""
+        """Return True if the missing ranks were seen at an earlier step, so that all ranks know it by now."""
         keys = [f"{self._round}/back/{rank}" for rank in self._missing]
         if not keys:
             return True
@@ -274,8 +279,8 @@ class Roll:
 
     def _not_waiting(self, call: str) -> FlashError:
         return OtherRankError(
-            f"{call}(): not waited for {_ranks(self._missing)}, for which the last {self._vain} saves waited in vain",
-            hint=f"{_hint(call)}; saves wait again once they were seen",
+            f"{call}(): did not wait for {_ranks(self._missing)}, for which the last {self._vain} saves waited in vain",
+            hint=f"{_hint(call)}; saves wait again once these ranks are seen",
             ranks=list(self._missing),
         )
 
@@ -303,9 +308,9 @@ class Roll:
 
 
 def _absent(board: Board, prefix: str, first: int, end: int) -> list[int]:
-    """Return which of the keys `prefix` + number are not there; the first ones, if there are many.
+    """Return the numbers whose keys `prefix` + number are missing; the first ones, if there are many.
 
-    By halves: a store has thousands of keys to look for, and as many ranks that ask.
+    Searches by halves, because thousands of ranks look for thousands of keys.
     """
     if board.check([f"{prefix}{number}" for number in range(first, end)]):
         return []

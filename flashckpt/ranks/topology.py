@@ -1,4 +1,4 @@
-"""Which ranks there are, and which of them share a node's memory."""
+"""The ranks of a launch, and which of them share a node's memory."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ class Node:
     """One machine of a launch, as its ranks describe it."""
 
     node_id: str
-    domain: str  # failure domain; "" where none was given
+    domain: str  # failure domain; "" if none was given
     ranks: tuple[int, ...]  # sorted
 
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Ranks count within the checkpointer's group; `global_ranks` translates to torch's default group."""
+    """The nodes of a launch. Ranks are those of the Checkpointer's group; `global_ranks` has those of torch's
+    default."""
 
     rank: int
     world: int
@@ -25,7 +26,7 @@ class Topology:
 
     @property
     def node(self) -> Node:
-        """This rank's."""
+        """The node of this rank."""
         return next(node for node in self.nodes if self.rank in node.ranks)
 
     @property
@@ -34,15 +35,16 @@ class Topology:
 
     @property
     def is_leader(self) -> bool:
-        """One rank of each node acts for it."""
+        """True on one rank of each node, which acts for the node."""
         return self.rank == self.node_ranks[0]
 
     @property
     def shares_nodes(self) -> bool:
-        """Whether any two ranks have a memory in common, so that what both hold need be stored once."""
+        """True if any two ranks share a node's memory, so that what both hold need be stored only once."""
         return any(len(node.ranks) > 1 for node in self.nodes)
 
     def on_node(self, global_ranks: tuple[int, ...]) -> tuple[int, ...]:
-        """Those of the given global ranks that are on this node, this rank always among them."""
+        """Returns the given global ranks that are on this node, as ranks of the group; this rank is always among
+        them."""
         wanted = set(global_ranks)
         return tuple(rank for rank in self.node_ranks if self.global_ranks[rank] in wanted or rank == self.rank)

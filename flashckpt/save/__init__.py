@@ -1,1 +1,1 @@
-"""save: plan → snapshot → seal; later arrows (replicate, commit, flush) begin where a shard is sealed."""
+"""save: plan → snapshot → seal. Replication, commit and flush begin once a shard is sealed."""

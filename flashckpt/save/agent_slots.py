@@ -1,4 +1,4 @@
-"""Slots of the node's agent: it grants them, and replicates what is sealed in them. The trainer's side."""
+"""The trainer's side of slots that the node's agent grants. The agent replicates what is sealed in them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _ASK_SECONDS = 5.0
 
 
 class AgentSlots:
-    """One rank's use of its node's agent."""
+    """Implements Slots by calls to the node's agent, for one rank."""
 
     def __init__(
         self,
@@ -56,17 +56,17 @@ class AgentSlots:
         self._session = session
         self._credentials = credentials
         self._config = config
-        self._begun: tuple[Launch, bytes] | None = None  # the launch that this lease's agent knows we are in
+        self._begun: tuple[Launch, bytes] | None = None  # the launch that the agent was told of, and by which lease
         self.memory: SlotMemory | None = None
         self.flushes = FlushNews()
         self.replication = ReplicationNews()
         self.patience = Patience()
         self.on_overtaken: Callable[[str], None] = lambda reason: None
-        self._told: Pending[None] | None = None  # the last message to the agent that is sent in the background
+        self._told: Pending[None] | None = None  # the last message to the agent, sent in the background
         self._lock = threading.Lock()  # protects what follows: the link's thread brings news
         self._handles: weakref.WeakValueDictionary[Generation, SaveHandle] = weakref.WeakValueDictionary()
-        self._saved: dict[int, Generation] = {}  # the last ones, by step
-        self._early: dict[Generation, GenerationProgress] = {}  # news of a generation before anybody followed it
+        self._saved: dict[int, Generation] = {}  # step → generation, of the last saves
+        self._early: dict[Generation, GenerationProgress] = {}  # news that came before follow()
         # One thread, so that the agent hears of shards in the order in which they were sealed.
         self._teller = Worker("flashckpt-tell", finishes=True)
         link.on_progress = self._take_news
@@ -96,7 +96,7 @@ class AgentSlots:
         )
 
     def begin(self) -> None:
-        """Takes the node's agent over for this launch. FencedError where a newer one has it."""
+        """Takes the node's agent over for this launch. Raises FencedError if a newer launch has it."""
         session, credentials = self._session, self._credentials
         if self._begun == (session.launch, self._link.lease.ticket):
             return
@@ -105,7 +105,7 @@ class AgentSlots:
             client.begin(ticket, session, credentials)
             return ticket
 
-        # Again for each lease: an agent that was restarted may not have understood what its predecessor left.
+        # Again for each lease: a restarted agent may not be able to read what its predecessor left.
         ticket = self._link.call(begin, self._config.save_timeout, "beginning the launch")
         self._begun = (session.launch, ticket)
         if self._link.claimed is None or self._link.claimed[0] != session.launch:
@@ -116,14 +116,14 @@ class AgentSlots:
         if self.memory is not None:
             self.memory.keep_only(size_bytes)
         self.begin()
-        # The agent takes a request for the next slot as a sign that the one before came to nothing, unless it was told.
+        # A request for the next slot tells the agent that the save before failed, unless it was told of the shard.
         self._wait_until_told(deadline)
         slot_id = self._ask_for_slot(shard, size_bytes, deadline)
         self.patience.served()
         return self._store.attach(slot_id, size_bytes)
 
     def _ask_for_slot(self, shard: ShardId, size_bytes: int, deadline: float) -> int:
-        """Ask again every second while the agent has none and waiting may help, and look meanwhile who is missing."""
+        """Ask every second until the agent grants a slot or waiting is useless. Log in the meantime which ranks lag."""
         began, step = time.monotonic(), shard.generation.step
         while True:
             may_wait = self._config.on_busy == "wait" and self.patience.is_left
@@ -135,21 +135,21 @@ class AgentSlots:
                 in_vain = bool(error.fields.get("in_vain"))
                 if may_wait and not in_vain and now < deadline and self.patience.look(step, now - began, reason):
                     continue
-                if may_wait and not in_vain:  # it is other ranks that patience is with
+                if may_wait and not in_vain:  # the wait was for other ranks
                     self.patience.exhaust()
                 raise BusyError(f"{reason}{self.patience.who(step)}", hint=error.hint, **error.fields) from error
 
     def sealed(self, sealed: Sealed) -> None:
         self._tell(
             lambda client, ticket, _: client.sealed(ticket, sealed.shard, sealed.tag, sealed.slot_id),
-            "telling of a sealed shard",
+            "telling the agent of a sealed shard",
         )
 
     def void(self, generation: Generation) -> None:
         self._tell(lambda client, ticket, _: client.void(ticket, generation), "giving a generation up")
 
     def prepare(self, size_bytes: int, rank: int) -> None:
-        # What is being flushed stays while newer generations are written.
+        # One slot more with a persistent tier: a generation that is being flushed keeps its slot.
         count = lacking(self._store, rank, self._config.slots + (self._session.persist is not None))
         if count == 0:
             return
@@ -160,7 +160,8 @@ class AgentSlots:
             self._config.start_timeout,
             "preparing slots",
         )
-        # The agent has made the memory, and it is charged for it; to map it takes as long as a copy, and is ours to do.
+        # The agent has allocated the memory and is charged for it. Mapping it, which takes as long as a copy, is done
+        # here.
         self._store.map_free(size_bytes, None if self.memory is None else self.memory.pin)
 
     def ended_ranks(self) -> dict[int, str]:
@@ -169,7 +170,7 @@ class AgentSlots:
                 lambda client, ticket, _: client.trainers(ticket), _ASK_SECONDS, "asking which ranks live"
             )
         except FlashError as error:
-            log.info("which ranks live is not known: %s", error)
+            log.info("the agent did not say which ranks are alive: %s", error)
             return {}
         return {one.rank: one.how for one in trainers if not one.lives}
 
@@ -208,7 +209,7 @@ class AgentSlots:
             raise ConfigError("flush: expected persist_dir, found none", hint="set CheckpointConfig(persist_dir=…)")
         with self._lock:
             saved = self._saved.get(step) if step is not None else next(reversed(self._saved.values()), None)
-        # What this rank saved last may not be committed yet, and is meant all the same.
+        # Name the generation, because this rank's last save may not be committed yet.
         return self._ask_flush(saved, step)
 
     def _ask_flush(self, generation: Generation | None, step: int | None, *, urgent: bool = False) -> Generation:
@@ -235,10 +236,10 @@ class AgentSlots:
         with self._lock:
             handles = list(self._handles.values())
         for handle in handles:
-            handle.stop("the Checkpointer was closed; what is sealed is replicated without it")
+            handle.stop("the Checkpointer was closed; the agent goes on replicating what is sealed")
 
     def _tell(self, call: Callable[..., None], doing: str) -> None:
-        """In the background: the shard lies there and the agent looks for itself, so nothing depends on it."""
+        """Calls the agent in the background. If that fails, the agent finds the shard in its directory by itself."""
 
         def tell() -> None:
             try:
@@ -246,7 +247,7 @@ class AgentSlots:
             except FencedError as error:
                 log.warning("%s: %s", doing, error)
             except Exception as error:
-                log.warning("%s: %s; the agent finds it by itself once it runs", doing, error)
+                log.warning("%s failed: %s; the agent finds it by itself once it runs", doing, error)
 
         try:
             self._told = self._teller.submit(tell)
@@ -259,7 +260,7 @@ class AgentSlots:
 
     def _take_news(self, progress: WatchNews) -> None:
         if isinstance(progress, Overtaken):
-            # A load of this process begins a newer launch as well: on this rank, before any agent is taken over.
+            # A load of this process begins a newer launch, too. This rank is in it before any agent is taken over.
             if self.launch.is_older_than(progress.launch):
                 self.on_overtaken(progress.reason)
             return
@@ -291,12 +292,11 @@ class AgentSlots:
             _advance(handle, progress)
         self._note_given_up(progress)
         for other in overtaken:
-            # News of it may have been lost with an agent; it matters only where it never got there.
+            # No more news of it will come: it was given up, or its news was lost with an agent.
             other.stop(f"step {progress.generation.step} was {progress.level.name.lower()} before it")
 
     def _note_given_up(self, progress: GenerationProgress) -> None:
-        """Tell of a save of this rank that was good and will not be replicated. Once; also where nobody keeps its
-        handle."""
+        """Report, once, that a sealed save of this rank will not be replicated, even if the caller keeps no handle."""
         if progress.level is not Level.NONE:
             return
         with self._lock:

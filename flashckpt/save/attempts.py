@@ -1,4 +1,4 @@
-"""The attempts of one launch to save: which generation each is, and whether it may be one at all."""
+"""Numbers the generations of one launch, and refuses saves that would not follow what is there."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _shown(value: object) -> str:
 
 
 class Attempts:
-    """Numbers them alike on every rank, without a word between ranks."""
+    """Numbers the saves of one launch alike on every rank, without communication between ranks."""
 
     def __init__(self, job: str, store: SlotStore, writer: ShardWriter) -> None:
         self._job = job
@@ -45,14 +45,14 @@ class Attempts:
         self._seq = 0
         self._last_step: int | None = None
         self._loaded_step: int | None = None
-        self._anchored = False  # what this launch saves is known to follow what is there
+        self._anchored = False  # True: saves of this launch are known to follow what is there
 
     def begin(self) -> None:
-        """Another launch."""
+        """Start numbering anew, for another launch."""
         self._seq, self._last_step, self._loaded_step = 0, None, None
 
     def follow(self, base: Generation | None) -> None:
-        """A load of `base`, or a fresh start, has said what is there before."""
+        """Note that a load of `base`, or a fresh start, has decided what this launch follows."""
         self._anchored, self._loaded_step = True, None if base is None else base.step
 
     def check(self, step: int) -> None:
@@ -73,7 +73,8 @@ class Attempts:
             )
 
     def anchor(self, step: int) -> None:
-        """Refuses to start a second history beside one that is whole and newer."""
+        """Refuses a step at or below that of a complete generation of an earlier launch, which this one did not
+        load."""
         if self._anchored:
             return
         _, verdicts = self._writer.verdicts()
@@ -93,13 +94,13 @@ class Attempts:
         self._anchored = True
 
     def next(self, step: int) -> Generation:
-        # Attempts count within a step, so that a rank that missed one is in step again at the next.
+        # Attempts are counted per step, so that a rank that missed one has the same count at the next step.
         self._seq = self._seq + 1 if step == self._last_step else 1
         self._last_step = step
         return Generation(self._writer.launch.epoch, self._writer.launch.nonce, step, self._seq)
 
     def judged(self) -> list[tuple[Generation, GenerationVerdict]]:
-        """What lies on this node, newest first."""
+        """Returns the generations on this node with their verdicts, newest first."""
         _, verdicts = self._writer.verdicts()
         # On several nodes no directory holds all shards of a generation, but each holds its record.
         for record in self._store.read_records():

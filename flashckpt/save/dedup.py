@@ -1,4 +1,4 @@
-"""Who stores what, when several ranks of a node hold the same bytes. Pure, and the same on every rank."""
+"""Decides which rank stores what if several ranks of a node hold the same bytes. Pure, and the same on every rank."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# Below this a tensor goes to one rank whole; from here on it is cut into rows, one part for each holder, so that
-# one large embedding does not make one rank's save the slowest.
+# A smaller tensor is stored by one rank. A larger one is cut into rows, one part for each holder, so that one large
+# embedding does not make one rank's save the slowest.
 SPLIT_BYTES = 4 << 20
 
 
@@ -29,13 +29,13 @@ class Share(NamedTuple):
 
 
 def share(regions: Sequence[HeldRegion], rank: int) -> list[Share | None]:
-    """For each region the rows that `rank` stores, None where another holder stores it.
+    """Returns, for each region, the rows that `rank` stores; None if another holder stores it.
 
-    Every holder computes the same answer from its own list, without talking: regions are dealt out within each
-    set of holders by itself, in the order of the list, which all members of the set share.
+    Every holder computes the same answer from its own list, without communication: regions are dealt out within each
+    set of holders separately, in the order of the list, which is the same for all members of the set.
 
-    The lowest holder stores all regions that are not certain. If ranks differ after all, one rank's state comes back,
-    and not the mean of one rank with the variance of another.
+    The lowest holder stores all regions that are not certain. If ranks differ after all, a load returns one rank's
+    state, and not the mean of one rank with the variance of another.
     """
     load: dict[tuple[int, ...], list[int]] = {}
     shares: list[Share | None] = []

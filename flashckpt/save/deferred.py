@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# save() checksums a tensor the first times that it is deferred: version counters do not show all changes.
+# save() checksums a tensor in this many saves that defer it first: version counters do not show all changes.
 RECHECKED_SAVES = 2
 # Windows per later save, and bytes per window: takes some tenths of a millisecond, and finds a swap of all weights.
 SAMPLED = 32
@@ -51,7 +51,7 @@ _GOLDEN = (5**0.5 - 1) / 2
 STEADY_BYTES = 1 << 20
 # Bytes of immediate tensors that are cloned per save; the others are copied into the slot while save() waits.
 CLONED_BYTES = 4 << 20
-# So often immediate tensors are copied again if another thread changed them meanwhile. Then the save fails.
+# Immediate tensors are copied again this many times if another thread changes them meanwhile. Then the save fails.
 _REPEATS = 5
 # When a tensor of at least this size is freed, its memory may be unmapped: a read would then end the process.
 _HELD_BYTES = 64 << 10
@@ -288,7 +288,7 @@ class Deferred:
     def wait_until_taken(self) -> None:
         """Hold save() until its immediate tensors are copied. Give the save up if that exceeds the timeout."""
         if self.immediate and not self._taken.wait(self._timeout) and self._handle.give_up():
-            log.warning("step %d: not copied within %.1f s, so the save fails", self._handle.step, self._timeout)
+            log.warning("step %d: not copied within %.1f s, so that the save fails", self._handle.step, self._timeout)
 
     def queue(self, events: Mapping[torch.device, torch.Event]) -> None:
         """Open the gate in the streams if the proof allows it. All copies are made, or queued before `events`.
@@ -375,7 +375,9 @@ class Deferred:
     def _refuse(self, changed: list[str]) -> None:
         if not self._overlapped:
             self._refuse_torn(changed)
-        self._owner.found_changing(changed, f"changed while step {self._handle.step} was copied, which is not sealed")
+        self._owner.found_changing(
+            changed, f"changed while step {self._handle.step} was copied, so that this step is not sealed"
+        )
         raise ChangedError(
             f"step {self._handle.step}: {_some(changed)} changed between save() and the end of the copy",
             step=self._handle.step,

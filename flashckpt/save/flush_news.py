@@ -1,4 +1,4 @@
-"""What became of flushes to persist_dir, as this node's agent tells its trainers."""
+"""Keeps the results of flushes to persist_dir, which this node's agent tells its trainers."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ _VARYING = re.compile(r"[0-9a-f]{16}|\d+")
 
 @dataclass(frozen=True, slots=True)
 class FlushEnd:
-    """How one flush ended."""
+    """The end of one flush."""
 
     step: int
-    reason: str  # why it failed; "" = it did not
-    is_new: bool = True  # it failed for another reason than the one before, or after a success
+    reason: str  # why it failed; "" = it succeeded
+    is_new: bool = True  # True: the flush before succeeded, or failed for another reason
 
 
 class FlushNews:
-    """Any thread."""
+    """The ends of flushes that the training has not taken yet. Any thread may call it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # protects what follows
         self._problem = ""  # of the last flush
-        self._last = ""  # the last problem as it was told
+        self._last = ""  # the last problem that was logged
         self._unheard: list[FlushEnd] = []
         self._to_raise: FlushEnd | None = None
 
     @property
     def problem(self) -> str:
-        """Why the last flush failed; "" = it did not, or there was none."""
+        """Return why the last flush failed; "" = it succeeded, or there was none."""
         return self._problem
 
     def failed(self, step: int, reason: str) -> None:
-        """Note a failure. Logs a warning where the reason is another one than before."""
+        """Note a failure. Logs a warning if the reason differs from the one before."""
         with self._lock:
             is_new = alike(reason) != alike(self._problem)
             self._problem = reason
@@ -48,7 +48,7 @@ class FlushNews:
                 self._to_raise = end
         if is_new:
             log.warning(
-                "step %d was not brought to persist_dir: %s; it stays in memory, and the flush is tried again",
+                "step %d was not flushed to persist_dir: %s; it stays in memory, and the flush is tried again",
                 step,
                 reason,
             )
@@ -59,16 +59,16 @@ class FlushNews:
             had, self._problem, self._to_raise = self._problem, "", None
             self._add(FlushEnd(step, ""))
         if had:
-            log.warning("step %d was brought to persist_dir: flushes succeed again", step)
+            log.warning("step %d was flushed to persist_dir: flushes succeed again", step)
 
     def take(self) -> list[FlushEnd]:
-        """Return what is new since the last call."""
+        """Return the flushes that have ended since the last call."""
         with self._lock:
             unheard, self._unheard = self._unheard, []
         return unheard
 
     def take_failure(self) -> FlushEnd | None:
-        """Return a failure that was not raised yet. Each once, and not if a flush succeeded since."""
+        """Return the last failure, once; None if a flush has succeeded since."""
         with self._lock:
             failure, self._to_raise = self._to_raise, None
         return failure
@@ -78,5 +78,5 @@ class FlushNews:
 
 
 def alike(reason: str) -> str:
-    """Without what differs from attempt to attempt: steps and names of temporary files."""
+    """Return a reason without what differs from attempt to attempt: steps and names of temporary files."""
     return _VARYING.sub("#", reason)

@@ -1,4 +1,4 @@
-"""The handle of a save: the level it has reached, its outcome, and futures to wait on."""
+"""The handle of a save: its level, its outcome, and futures to wait on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SaveTimings:
-    """Seconds by stage: of the training thread, or of the thread beside it where the save was overlapped."""
+    """Seconds per stage, of the thread that copied: the training thread, or the save's own if it was overlapped."""
 
     plan: float = 0.0
     claim: float = 0.0
@@ -46,23 +46,23 @@ class SaveHandle:
         self.generation = generation
         self.size_bytes = 0
         self.timings = SaveTimings()
-        self.reached: dict[Level, float] = {}  # when it got there, in seconds since 1970
+        self.reached: dict[Level, float] = {}  # level → when it was reached, in seconds since 1970
         self.blocked_seconds = 0.0  # seconds that the training thread was held, in save() and at the gate
         self.proof_seconds = 0.0  # part of blocked_seconds: version counters and checksums (save/deferred.py)
         self.staging_completion: Future[None] = Future()
         self.reason = ""
-        self._highest = highest  # the level in memory that this launch can bring a generation to
+        self._highest = highest  # the highest level in memory that generations of this launch can reach
         self._persists = persists  # whether there is a persistent tier
-        self.ask_persist: Callable[[bool], None] | None = None  # asks for a flush; True: somebody waits for it
-        self.flush_problem: Callable[[], str] = str  # why the last flush failed; "" = it did not, or there was none
-        self.replication_problem: Callable[[], str] = str  # why it is not replicated yet; "" = not known
+        self.ask_persist: Callable[[bool], None] | None = None  # asks for a flush; True: a caller waits for it
+        self.flush_problem: Callable[[], str] = str  # why the last flush failed; "" = it succeeded, or there was none
+        self.replication_problem: Callable[[], str] = str  # why the save is not replicated yet; "" = not known
         self.before_pass: Callable[[], None] | None = None  # called once, before the gate opens
         self.queued: Queued | None = None
         self._upload: weakref.ref[UploadCompletion] | None = None
-        self._upload_is_wanted = False  # somebody waits for `upload_completion`
-        self._error: Exception | None = None  # that the save ended with
+        self._upload_is_wanted = False  # a caller waits for `upload_completion`
+        self._error: Exception | None = None  # the error that ended the save
         self._given_up = False  # the tensors may change before they are copied: the shard must not be sealed
-        self._stopped = ""  # why it will never get further than it is
+        self._stopped = ""  # why the save will never reach a higher level
         self._level = Level.NONE
         self._outcome: Outcome | None = None
         self._changed = Changed()
@@ -73,7 +73,7 @@ class SaveHandle:
 
     @property
     def highest_level(self) -> Level:
-        """That its launch can bring it to."""
+        """The highest level in memory that the save can reach in its launch."""
         return self._highest
 
     @property
@@ -84,20 +84,20 @@ class SaveHandle:
     def wait(self, level: str | Level = Level.SEALED, timeout: float | None = None) -> Outcome:
         """Waits for `level` ("staged", "sealed", "replicated", "persisted") or for the save to end otherwise.
 
-        Returns how it ended; a failed or skipped save is an outcome here, not an exception, and so is one that was
-        sealed but will never reach `level` (`reason` then says why). Raises DeadlineError when `timeout` seconds
-        pass, ConfigError for a level that this launch can't reach. To wait for "persisted" asks for a flush.
+        Returns how it ended. A failed or skipped save is an outcome here, not an exception, and so is one that was
+        sealed but will never reach `level` (`reason` then says why). Raises DeadlineError after `timeout` seconds, and
+        ConfigError for a level that this launch can't reach. Waiting for "persisted" asks for a flush.
         """
         wanted = _parse_level(level)
         reachable = self._persists if wanted is Level.PERSISTED else wanted <= self._highest
         if not reachable and self._outcome in (None, Outcome.OK):
             raise ConfigError(
-                f"level {wanted.name.lower()}: this launch brings generations to {self._highest.name.lower()} at most",
+                f"level {wanted.name.lower()}: generations of this launch reach {self._highest.name.lower()} at most",
                 hint="replication needs other nodes, persistence needs persist_dir and an agent",
             )
         deadline = None if timeout is None else time.monotonic() + timeout
         if wanted is Level.PERSISTED and self._level < wanted:
-            # An overlapped save can be asked for once it is sealed.
+            # A flush of an overlapped save can be asked for once it is sealed.
             self._changed.wait_for(lambda: self._outcome is not None, timeout)
             self.request_persist(urgent=True)
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -141,13 +141,13 @@ class SaveHandle:
 
     @property
     def persists(self) -> bool:
-        """Whether it can be brought to persist_dir."""
+        """True if the save can be flushed to persist_dir."""
         return self._persists
 
     def request_persist(self, *, urgent: bool = False) -> bool:
-        """Asks for a flush, without waiting. False: it is not sealed yet, or there is nobody to ask.
+        """Asks for a flush, without waiting. Returns False if the save is not sealed yet, or there is no agent to ask.
 
-        An urgent one does not step back behind the training.
+        An urgent flush does not give way to the training.
         """
         if self._outcome is not Outcome.OK or self.ask_persist is None:
             return False
@@ -155,7 +155,7 @@ class SaveHandle:
         return True
 
     def has_reached(self, level: Level) -> bool:
-        """Reached, or known never to be."""
+        """Return True if the save has reached `level`, or will never reach it."""
         with self._changed:
             return self._level >= level or bool(self._stopped)
 
@@ -169,17 +169,17 @@ class SaveHandle:
 
     @property
     def upload_completion(self) -> Future[None]:
-        """Done once the save is persisted. See `Upload`."""
+        """Done once the save is persisted. See `UploadCompletion`."""
         with self._changed:
             upload = self._upload() if self._upload is not None else None
-            if upload is None or upload.done():  # it may have ended with a flush that failed and succeeded later
+            if upload is None or upload.done():  # a flush that failed has ended it; a later one may succeed
                 upload = UploadCompletion(self)
                 self._upload = weakref.ref(upload)
         self._settle_upload()
         return upload
 
     def _settle_upload(self) -> None:
-        """Complete `upload_completion` once the save got as far as it can, or never will."""
+        """Complete `upload_completion` once the save has reached its highest level, or will never reach it."""
         upload = self._upload() if self._upload is not None else None
         if upload is None:
             return
@@ -191,7 +191,7 @@ class SaveHandle:
         if done:
             _complete(upload, error)
         elif stopped:
-            reason = f"step {self.step} did not get further than {self._level.name.lower()}: {stopped}"
+            reason = f"step {self.step} did not reach a higher level than {self._level.name.lower()}: {stopped}"
             _complete(upload, PersistError(reason, step=self.step))
         if upload.done():
             _awaited.discard(upload)
@@ -232,14 +232,14 @@ class SaveHandle:
             look()
 
     def stop(self, reason: str) -> None:
-        """It will never get further. Where it is beyond that already, nothing changes."""
+        """Record why the save will never reach a higher level than it has."""
         with self._changed:
             self._stopped = self._stopped or reason or "given up"
             self._changed.notify_all()
         self._settle_upload()
 
     def finish(self, outcome: Outcome, reason: str, error: Exception | None = None) -> None:
-        """Ends the save. The futures carry `error` where it failed."""
+        """Ends the save. If it failed, the futures carry `error`."""
         with self._changed:
             self._outcome, self.reason, self._error = outcome, reason, error
             self._changed.notify_all()
@@ -249,7 +249,8 @@ class SaveHandle:
             self.want_upload()
 
     def flush_failed(self, reason: str) -> None:
-        """A flush failed: whoever waits for `upload_completion` hears of it. The flush is tried again all the same."""
+        """Complete `upload_completion`, if a caller waits for it, with a failed flush. The flush is still tried
+        again."""
         upload = self._upload() if self._upload is not None else None
         if upload is not None and self._upload_is_wanted and self._level < Level.PERSISTED:
             hint = 'handle.wait("persisted") waits for the next attempts'
@@ -257,7 +258,8 @@ class SaveHandle:
             _awaited.discard(upload)
 
     def want_upload(self) -> None:
-        """Somebody waits for `upload_completion`: ask for a flush, as to wait for "persisted" does. Does not wait."""
+        """Ask for a flush because a caller waits for `upload_completion`, as `wait("persisted")` does. Does not
+        wait."""
         self._upload_is_wanted = True
         if self._persists and self._outcome is Outcome.OK and self._level < Level.PERSISTED and not self._stopped:
             begin_in_thread(self._ask_for_upload, "flashckpt-upload")
@@ -266,7 +268,7 @@ class SaveHandle:
         try:
             self.request_persist(urgent=True)
         except (FlashError, OSError) as error:
-            self.stop(f"it could not be asked for: {error}")
+            self.stop(f"no flush could be asked for: {error}")
 
     def __repr__(self) -> str:
         outcome = self._outcome.value if self._outcome else "under way"
@@ -275,15 +277,15 @@ class SaveHandle:
 
 
 class UploadCompletion(Future[None]):
-    """Done once the save is persisted, or without persist_dir, at the highest level that its launch reaches in memory.
+    """Done once the save is persisted; without persist_dir, once it has reached its highest level in memory.
 
-    Carries a PersistError where it never will be. To wait for it, or to add a callback, asks for a flush: without that,
-    a step that is not due would never be flushed.
+    Carries a PersistError if it never will be. Waiting for it, or adding a callback, asks for a flush: without that, a
+    step that is not due would never be flushed.
     """
 
     def __init__(self, handle: SaveHandle) -> None:
         super().__init__()
-        self._handle = handle  # which holds this one by a weak reference
+        self._handle = handle  # has only a weak reference to this future
 
     def result(self, timeout: float | None = None) -> None:
         self._want()
@@ -299,7 +301,7 @@ class UploadCompletion(Future[None]):
 
     def _want(self) -> None:
         if not self.done():
-            # IMPORTANT: a callback is called also where the caller keeps neither this future nor the handle.
+            # IMPORTANT: a callback is called even if the caller keeps neither this future nor the handle.
             _awaited.add(self)
             self._handle.want_upload()
             if self.done():
@@ -310,7 +312,7 @@ _awaited: set[UploadCompletion] = set()
 
 
 def _complete(future: Future[None], error: Exception | None) -> None:
-    """Once; what comes later changes nothing."""
+    """Complete a future, unless it is done already."""
     with contextlib.suppress(InvalidStateError):
         if future.done():
             return

@@ -27,9 +27,8 @@ class FrozenEntry(NamedTuple):
 class FrozenChunks:
     """Remembers the chunk checksums of tensors that were proved once and have kept their mark since.
 
-    Their chunks must have the same checksums in all later shards. So no save has to read the tensors once more, and a
-    change is found that was undone before anybody looked: adapters merged into a frozen base through .data, and out of
-    it again.
+    Their chunks must have the same checksums in all later shards. So no save has to read the tensors once more, and
+    even a change that was undone is found: adapters merged into a frozen base through .data, and out of it again.
     """
 
     def __init__(self) -> None:

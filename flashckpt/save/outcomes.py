@@ -1,4 +1,4 @@
-"""How saves end: what is an outcome and what is raised, and how many ended how."""
+"""Decides which errors of a save are raised and which are outcomes, and counts the outcomes."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# What a save raises wherever it comes up: a state that can't be saved, and calls that must not be made like that (a
-# wrong step, two calls at once, a fork, a closed object, a history that was not loaded). What the caller's own code
-# raises while its state is read is raised too. All else is an outcome.
+# Errors that save() always raises: for a state that can't be saved, and for wrong calls (a wrong step, two calls at
+# once, a fork, a closed object, a history that was not loaded). It also raises what the caller's own code raises while
+# its state is read. All other errors are outcomes.
 CALLERS_FAULT = (
     UnsupportedValueError,
     StructureError,
@@ -48,7 +48,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
 
 
 def as_flash_error(error: Exception) -> FlashError:
-    """Return the error of ours that stands for `error`: itself, or one with `error` as its cause."""
+    """Return `error` if it is a FlashError, else a FlashError with `error` as its cause."""
     if isinstance(error, FlashError):
         return error
     found = f"{type(error).__name__}: {error}"
@@ -67,33 +67,33 @@ def is_raised(error: Exception, *, reads_state: bool) -> bool:
     """Return True if the caller is to blame, so that save() raises. `reads_state`: raised while the state was read."""
     if isinstance(error, CALLERS_FAULT):
         return True
-    # Not another rank's error or a deadline: those come from the exchange that follows a failure to read the state.
+    # Not a FlashError: it comes from the exchange that follows the failure, as another rank's error or a deadline.
     return reads_state and not isinstance(error, (FlashError, MemoryError))
 
 
 class Outcomes:
-    """Of the saves of one Checkpointer."""
+    """The outcomes of one Checkpointer's saves."""
 
     def __init__(self, config: CheckpointConfig) -> None:
         self._config = config
         self.counts = {outcome.value: 0 for outcome in Outcome}
         self.last_problem = ""
-        self._whose, self._pid = "", 0  # the process that saves; a fork has nothing to tell
+        self._whose, self._pid = "", 0  # the process that saves; a fork of it reports nothing
         self._newest: int | None = None  # the newest step that was saved
-        self._in_vain = 0  # saves since then that failed or were skipped
+        self._in_vain = 0  # number of saves since then that failed or were skipped
         self._has_told = False
-        self.overtaken = ""  # why no save of this launch counts any more; "": none has taken the job over
-        self._lost = 0  # saves that failed since
+        self.overtaken = ""  # why no save of this launch counts any more; "": no launch has taken the job over
+        self._lost = 0  # number of saves that failed since then
 
     def belong_to(self, whose: str) -> None:
-        """Note whose saves these are, for messages. From now on the end of the process tells how they ended."""
+        """Note whose saves these are, for messages. From now on the end of the process logs how they ended."""
         self._whose, self._pid = whose, os.getpid()
         if not _living:
             atexit.register(_tell_all)
         _living.add(self)
 
     def tell_end(self) -> None:
-        """Log an error if the saves came to nothing in the end. Once."""
+        """Log an error, once, if the last saves failed."""
         _living.discard(self)
         if self._has_told or not self._in_vain or self._pid != os.getpid():
             return
@@ -118,11 +118,12 @@ class Outcomes:
             )
 
     def begin(self) -> None:
-        """Another launch of this process, which has taken the job itself."""
+        """Forget that the job was overtaken: this process has taken it over with another launch."""
         self.overtaken, self._lost = "", 0
 
     def note_overtaken(self, reason: str) -> None:
-        """Record that another launch has taken the job. Says so once, loudly: training goes on in vain. Any thread."""
+        """Record that another launch has taken the job. Logs an error once, because training goes on in vain. Any
+        thread."""
         if self.overtaken:
             return
         self.overtaken = self.last_problem = reason
@@ -133,7 +134,7 @@ class Outcomes:
         )
 
     def say_goodbye(self) -> None:
-        """At the end, where a log line in the middle may have been missed."""
+        """Log again, at the end of the process, that saves failed: earlier log lines may have been missed."""
         if not self.overtaken:
             self.tell_end()
         elif not self._has_told:
@@ -141,11 +142,11 @@ class Outcomes:
             log.error("%d saves failed since this training lost its job: %s", self._lost, self.overtaken)
 
     def skipped(self, step: int, reason: str) -> SaveHandle:
-        """It was not even begun."""
+        """Count a save that was skipped before it began."""
         return self.ended(SaveHandle(step, None, Level.SEALED), Outcome.SKIPPED, reason)
 
     def failed(self, handle: SaveHandle, error: Exception) -> SaveHandle:
-        """Raises it, as a FlashError, where the configuration says so."""
+        """Count a save that failed. Raises its error, as a FlashError, if the configuration says so."""
         known = as_flash_error(error)
         outcome = Outcome.SKIPPED if isinstance(known, BusyError) else Outcome.FAILED
         unexpected = isinstance(known, InternalError)

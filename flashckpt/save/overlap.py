@@ -18,10 +18,11 @@ log = logging.getLogger(__name__)
 
 
 class Overlap:
-    """Runs at most one save. Whoever changes what it reads, or uses what it writes, calls `settle` first."""
+    """Runs at most one save. Call `settle` before you change what it reads, or use what it writes."""
 
     def __init__(self) -> None:
-        # One thread for all saves: a new one per save would page-fault its stack and allocator arena in each time.
+        # One thread for all saves: a new one per save would take page faults for its stack and allocator arena each
+        # time.
         self._worker = Worker("flashckpt-save", finishes=True)
         self._running: tuple[SaveHandle, Pending[None]] | None = None
 
@@ -39,7 +40,7 @@ class Overlap:
             self._worker.hand_over(pending)
         except BaseException:
             if not pending.cancel():
-                handle.give_up()  # nobody will wait for the copy before the tensors change
+                handle.give_up()  # nothing will wait for the copy before the tensors change
             raise
 
     def settle(self, timeout: float) -> None:

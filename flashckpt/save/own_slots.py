@@ -1,7 +1,7 @@
-"""Where a rank gets the slot that it writes its shard into, and who hears what became of it.
+"""Gives a rank the slots that it writes its shards into, and tells the other ranks what it sealed.
 
 `OwnSlots`: this process manages its slots itself (`agent="off"`, one node). `AgentSlots`, in agent_slots.py: the
-node's agent does, and replicates what lies in them.
+node's agent manages them, and replicates what is sealed in them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class SlotMemory(Protocol):
 
 
 class Slots(Protocol):
-    """What a writer needs. Every method has a deadline of its own."""
+    """The interface by which a writer uses slots. Every method has a deadline of its own."""
 
     memory: SlotMemory | None
     """Set by the writer, before any slot is made."""
@@ -53,65 +53,65 @@ class Slots(Protocol):
     """Replaced once the ranks know each other."""
 
     flushes: FlushNews
-    """What becomes of flushes to persist_dir."""
+    """The results of flushes to persist_dir."""
 
     replication: ReplicationNews
-    """How the replication of what was saved goes on."""
+    """The progress of replication."""
 
     on_overtaken: Callable[[str], None]
     """Called, in any thread, with the reason, once a newer launch has taken the job over from this one."""
 
     @property
     def launch(self) -> Launch:
-        """The one that shards are written for."""
+        """The launch that shards are written for."""
 
     @property
     def session(self) -> Session | None:
-        """What the agents know of the launch; None where there is none."""
+        """What the agents know of the launch; None without an agent."""
 
     @property
     def hosted_ranks(self) -> tuple[int, ...]:
         """Ranks of other nodes whose replicas lie on this one."""
 
     def enter(self, launch: Launch) -> None:
-        """Goes on with another launch, from the next call on."""
+        """Switches to another launch, from the next call on."""
 
     def claimants(self) -> tuple[Claimant, ...]:
-        """The live trainers of this node, of the launch that its agent works for. Empty where there is no agent."""
+        """Returns this node's live trainers of the launch that its agent works for. Empty without an agent."""
 
     def begin(self) -> None:
-        """Takes the node over for this launch, so that older ones change nothing any more. May be repeated."""
+        """Takes the node over for this launch, so that older ones change nothing any more. May be called again."""
 
     def acquire(self, shard: ShardId, size_bytes: int) -> Slot:
-        """A slot that nobody else writes into. Raises BusyError, NoSpaceError, FencedError, AgentError."""
+        """Returns a slot with no other writer. Raises BusyError, NoSpaceError, FencedError, AgentError."""
 
     def sealed(self, sealed: Sealed) -> None:
-        """The shard lies in sealed/. Never raises: it does so whether anybody hears of it or not."""
+        """Tells that the shard lies in sealed/. Never raises: others find the shard there even if they are not told."""
 
     def void(self, generation: Generation) -> None:
-        """This rank will not complete the generation: the others need not wait for it. Never raises."""
+        """Tells the others that this rank will not complete the generation, so that they do not wait. Never raises."""
 
     def prepare(self, size_bytes: int, rank: int) -> None:
-        """Makes the slots ahead that this rank still lacks, mapped and faulted. Also in a thread."""
+        """Makes, maps and faults the slots that this rank still lacks, ahead of the first save. May run in a thread."""
 
     def follow(self, handle: SaveHandle) -> None:
         """Tells the handle of every further level that its generation reaches."""
 
     def ended_ranks(self) -> dict[int, str]:
-        """Ranks whose processes have ended, or closed, as far as it is known; and how, for a message. Never raises."""
+        """Returns the ranks that are known to have ended or closed, and how, for a message. Never raises."""
 
     def flush(self, step: int | None) -> Generation:
-        """Asks for the newest committed generation, or that of `step`, in the persistent tier. Does not wait."""
+        """Asks for a flush of the newest committed generation, or of that of `step`. Does not wait."""
 
     def put_line(self, line: Line, base: Generation | None) -> None:
-        """Declares what lies above dead; `base` is the generation that was loaded."""
+        """Keeps the line on this node: what it abandons is dead. `base` is the generation that was loaded."""
 
     def close(self, timeout: float) -> None:
-        """Close. What has not ended within `timeout` seconds ends by itself. May be called again."""
+        """Closes. What has not ended within `timeout` seconds ends by itself. May be called again."""
 
 
 class OwnSlots:
-    """Slots of this process. Ranks of a node see each other's progress in the directory they share."""
+    """Slots that this process manages. Ranks of a node see each other's progress in the directory they share."""
 
     def __init__(self, store: SlotStore, launch: Launch, config: CheckpointConfig) -> None:
         self._launch = launch
@@ -143,10 +143,10 @@ class OwnSlots:
         return ()
 
     def begin(self) -> None:
-        """Without an agent only a line does that."""
+        """Does nothing: without an agent, put_line() takes the node over."""
 
     def acquire(self, shard: ShardId, size_bytes: int) -> Slot:
-        """Recycled from what may go; waits or refuses where nothing may go yet."""
+        """Recycles a slot whose shard may be freed; waits or refuses if none may be freed yet."""
         if self.memory is not None:
             self.memory.keep_only(size_bytes)
         began = time.monotonic()
@@ -160,7 +160,7 @@ class OwnSlots:
                 self.patience.served()
                 return self._store.claim(size_bytes)
             if not self._trimmed:
-                # All slots of our own: what earlier processes left (of another world size, say) is nobody's any more.
+                # All slots of this rank exist: free slots that earlier processes left are not needed any more.
                 self._trimmed = True
                 self._store.trim()
             oldest = min((one for one in mine if one.shard.generation in free), key=_age, default=None)
@@ -172,10 +172,10 @@ class OwnSlots:
             self._wait_or_refuse(shard, verdicts, began)
 
     def sealed(self, sealed: Sealed) -> None:
-        """The others see it in the directory."""
+        """Does nothing: the others see the shard in the directory."""
 
     def void(self, generation: Generation) -> None:
-        """Where even that can't be done (the directory is gone), they find out at this rank's next save."""
+        """Marks the generation. If that fails (the directory is gone), the others find out at this rank's next save."""
         with contextlib.suppress(FlashError, OSError):
             self._store.mark_void(generation)
 
@@ -187,10 +187,10 @@ class OwnSlots:
         self._store.prepare(size_bytes, lacking(self._store, rank, self._config.slots), on_mapped)
 
     def follow(self, handle: SaveHandle) -> None:
-        """Sealed is as far as it gets."""
+        """Does nothing: without an agent, no level above SEALED is reached."""
 
     def ended_ranks(self) -> dict[int, str]:
-        """Nobody watches them without an agent."""
+        """Returns nothing: without an agent, nothing watches the processes."""
         return {}
 
     def flush(self, step: int | None) -> Generation:
@@ -206,10 +206,10 @@ class OwnSlots:
         pass
 
     def _release_left_behind(self, others: list[Sealed], free: set[Generation], shard: ShardId) -> None:
-        """Gives shards of processes that are gone back to the pool.
+        """Gives the slots of ended processes back to the pool.
 
-        Each rank takes those of its own number (modulo the world), so that ranks do not race for them and,
-        after a restart with the same world, finds a slot of just its size.
+        Each rank takes those of its own number (modulo the world), so that ranks do not race for them. After a restart
+        with the same world, a rank finds a slot of its own size.
         """
         for one in others:
             if one.shard.generation in free and one.shard.rank % shard.world == shard.rank and is_dead(one.writer):
@@ -237,12 +237,13 @@ def _pending(verdicts: dict[Generation, GenerationVerdict]) -> str:
 
 
 def lacking(store: SlotStore, rank: int, slots: int) -> int:
-    """How many of its slots a rank does not have yet. What it sealed, also in an earlier launch, is used again."""
+    """Returns how many of its slots a rank does not have yet. Shards of earlier launches count: their slots are
+    reused."""
     return max(0, slots - sum(one.shard.rank == rank for one in store.scan()))
 
 
 def judge_store(store: SlotStore, launch: Launch) -> tuple[tuple[Sealed, ...], dict[Generation, GenerationVerdict]]:
-    """The sealed shards of this node, and the state of each generation among them."""
+    """Returns the sealed shards of this node, and the verdict on each generation among them."""
     scan = store.scan()
     tags = {one.shard: one.tag for one in scan}
     lines = store.read_lines()

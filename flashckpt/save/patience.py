@@ -1,4 +1,4 @@
-"""How long a save waits for a slot while other ranks lag: it names them within seconds, and stops waiting in vain."""
+"""Limits how long a save waits for a slot while other ranks lag, and names these ranks within seconds."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ _SHOWN = 4
 
 
 class Patience:
-    """Of one rank. After VAIN_SAVES saves that waited for a slot in vain, saves take one that is free, or fail."""
+    """The patience of one rank. After VAIN_SAVES saves that waited in vain, saves take a free slot or fail at once."""
 
     def __init__(self, roll: Roll | None = None, ended: Callable[[], Mapping[int, str]] = dict) -> None:
-        """`ended`: the ranks whose processes have ended, and how. No roll: the missing ranks are not named."""
+        """`ended` returns the ranks whose processes have ended, and how. Without a roll, lagging ranks are not
+        named."""
         self._roll = roll
         self._ended = ended
         self._vain = 0
@@ -35,17 +36,17 @@ class Patience:
         return self._vain < VAIN_SAVES
 
     def served(self) -> None:
-        """There was a slot."""
+        """Note that a save got a slot."""
         self._vain, self._looked, self._told = 0, 0.0, False
 
     def exhaust(self) -> None:
-        """A save has waited in vain."""
+        """Note that a save has waited in vain."""
         self._vain, self._looked, self._told = self._vain + 1, 0.0, False
 
     def look(self, step: int, waited: float, reason: str | Callable[[], str]) -> bool:
-        """Log once per wait who is missing. Return False if waiting is useless, because a rank has ended.
+        """Log once per wait which ranks are missing. Return False if waiting is useless, because a rank has ended.
 
-        To be called often: it looks once a second, and less often as the wait gets longer.
+        Call it often: it looks once per second, and less often as the wait gets longer.
         """
         if waited < self._looked + max(LOOK_SECONDS, 0.2 * self._looked):
             return True
@@ -56,7 +57,7 @@ class Patience:
         if waited >= NOTICE_SECONDS and not self._told:
             self._told = True
             log.warning(
-                "step %d waits for memory since %.0f s: %s%s",
+                "step %d has waited %.0f s for memory: %s%s",
                 step,
                 waited,
                 reason if isinstance(reason, str) else reason(),
@@ -76,7 +77,7 @@ class Patience:
         return "".join(f"; {one}" for one in named)
 
     def _gone(self, step: int) -> list[str]:
-        """Return how ranks ended that have not saved `step`; others may have sealed what is waited for."""
+        """Return how those ranks ended that have not saved `step`. Ranks that have saved it are not waited for."""
         behind = {} if self._roll is None else self._roll.behind(step)
         ended = self._ended() if behind else {}
         return [how for rank, how in sorted(ended.items()) if rank in behind]

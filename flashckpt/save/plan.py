@@ -41,7 +41,7 @@ class TensorSource(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """What one structure of the state always leads to."""
+    """The plan of one structure of the state."""
 
     sources: tuple[TensorSource, ...]
     layout_bytes: bytes
@@ -50,11 +50,11 @@ class SavePlan:
     tag: int  # names the set of tensors this plan leaves to other ranks of the node; 0: none
     # End of the assumed tensors (state/regions.py) that this shard stores: they come first in the data area.
     assumed_bytes: int = 0
-    assumed: tuple[int, ...] = ()  # indices of all assumed tensors of this rank, whoever stores them
+    assumed: tuple[int, ...] = ()  # indices of all assumed tensors of this rank, including those that others store
 
 
 class Planner:
-    """Keeps the plan of the last structure; an unchanged state costs one signature a tensor."""
+    """Makes plans, and keeps that of the last structure: an unchanged state costs one signature per tensor."""
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
@@ -161,7 +161,7 @@ def _make_plan(flat: Flat, topology: Topology, dedup: bool, aliases: list[int]) 
 
 
 def _refuse_what_cannot_be_whole(fqn: str, tensor: Any, own: bool, topology: Topology) -> None:
-    """A part of a tensor whose other parts never reach this generation would make every save unusable."""
+    """Refuses a tensor if other processes have parts of it: without these, no generation would be usable."""
     if not isinstance(tensor, DTensor) or all(placement.is_replicate() for placement in tensor.placements):
         return
     if own:
@@ -180,7 +180,7 @@ def _refuse_what_cannot_be_whole(fqn: str, tensor: Any, own: bool, topology: Top
 
 
 def _check_parts(flat: Flat, sources: list[TensorSource]) -> None:
-    # The fast path copies length_bytes from the local tensor's address: it has to be exactly that long.
+    # The fast path copies length_bytes from the local tensor's address: the tensor has to be exactly that long.
     leaves = list(flat.tensors.items())
     for source in sources:
         fqn, tensor = leaves[source.tensor]
@@ -196,7 +196,7 @@ def _check_parts(flat: Flat, sources: list[TensorSource]) -> None:
 def _holders(
     spec: TensorSpec, per_rank: bool, topology: Topology, node_ranks: tuple[int, ...], dedup: bool
 ) -> tuple[int, ...]:
-    """Ranks of this node that have the region; only this one where nobody else can be relied on."""
+    """Returns the ranks of this node that have the region; only this rank if no other one can be relied on."""
     if per_rank or spec.holders == () or not dedup:
         return (topology.rank,)
     if spec.holders is None:
@@ -227,9 +227,9 @@ def _cut(region: Region, start: int, stop: int) -> tuple[Box, tuple[int, ...]]:
 
 
 def _tag(fqns: list[str], specs: list[TensorSpec], undivided: list[bool], aliases: list[int]) -> int:
-    """Names the set of tensors whose storage the ranks of a node divide among themselves, and their order.
+    """Returns a hash of the tensors whose storage the ranks of a node divide among themselves, and of their order.
 
-    Ranks of one generation must show the same tag, else somebody relied on a tensor that nobody stored.
+    All ranks of a generation must have the same tag, else a rank relied on a tensor that no rank stored.
     """
     digest = hashlib.blake2b(digest_size=4)
     for fqn, spec, own, alias in zip(fqns, specs, undivided, aliases, strict=True):
@@ -239,14 +239,14 @@ def _tag(fqns: list[str], specs: list[TensorSpec], undivided: list[bool], aliase
 
 
 def _aliases(tensors: list[Any], per_rank: list[bool]) -> list[int]:
-    """For each tensor the index of the first one that is exactly the same memory; itself if there is none."""
+    """Returns, for each tensor, the index of the first one in exactly the same memory: its own if there is no other."""
     first: dict[tuple[int, bool], int] = {}
     aliases = []
     for i, tensor in enumerate(tensors):
         local = plain_local(tensor)
         try:
             pointer = local.data_ptr() if local is not None else 0
-        except RuntimeError:  # no storage: describe() will say what is wrong with it
+        except RuntimeError:  # no storage: describe() raises an error that says why
             pointer = 0
         alias = first.setdefault((pointer, per_rank[i]), i) if pointer else i
         if alias != i and not _same(tensors[alias], tensor):

@@ -1,4 +1,4 @@
-"""The part of a save before bytes move: flatten → pack values → plan → agree with the other ranks on the plan."""
+"""Prepares a save, before bytes are copied: flatten → pack values → plan → agree with the other ranks on the plan."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ _COMPARING = "comparing save plans"
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What a rank is going to write."""
+    """The state that a rank is about to write, with its plan and packed values."""
 
     flat: Flat
     plan: SavePlan
     values: bytes
-    extra: Mapping[str, Any] | None = None  # packed into `values`, as the sample is
+    extra: Mapping[str, Any] | None = None  # packed into `values`, like the sample
     sample: tuple[int, ...] = ()
     saves: bool = False  # False: only slots are made for it
 
@@ -64,8 +64,8 @@ class Preparer:
         self._writer = writer
         self._planner = Planner(topology)
         self._paths = KnownPaths()
-        self._agreed = False  # ranks compared what they are going to store
-        self._checked = False  # the first save was found to fit into the state it comes from
+        self._agreed = False  # the ranks have compared what they store
+        self._checked = False  # the first save was found to fit into its own state
         self._comparer = Comparer(topology, store, job, enabled=config.same_on_ranks == "check")
 
     @property
@@ -116,7 +116,7 @@ class Preparer:
             raise
 
     def withdraw(self) -> None:
-        """Tell the other ranks, which are on their way to the comparison, not to wait. Collective, as `agree` is.
+        """Take part in the comparison with nothing, so that the other ranks do not wait. Collective, like `agree`.
 
         Never raises: the caller has an error of its own to raise.
         """
@@ -162,15 +162,17 @@ class Preparer:
         return prepared
 
     def _sampled(self, flat: Flat, plan: SavePlan, generation: Generation) -> tuple[int, ...]:
-        """Return checksums for the comparison between ranks; none where they can't be taken: it is only a warning."""
+        """Return checksums for the comparison between ranks; none, with a warning, if they can't be taken."""
         try:
             return self._comparer.sample(flat, plan, generation)
         except Exception as error:
-            log.warning("step %d: no checksums to compare between ranks: %r", generation.step, error)
+            log.warning(
+                "step %d: tensors are not compared between ranks, their checksums failed: %r", generation.step, error
+            )
             return ()
 
     def _packed(self, prepared: Prepared) -> Prepared:
-        """Return it with its values packed as its plan needs them."""
+        """Return `prepared` with its values packed for its plan."""
         values = pack(
             prepared.flat,
             prepared.extra,
@@ -182,10 +184,10 @@ class Preparer:
         return replace(prepared, values=values)
 
     def _stop_sharing_if_split(self) -> None:
-        """Stops dividing the storage once a generation shows that ranks relied on what others do not have.
+        """Stops dividing the storage once the tags of a generation show that ranks relied on tensors that others lack.
 
-        A rank that has seen it stores everything under tag 0 from then on; whoever meets that tag stops too, also if
-        the generation that showed it is recycled by then.
+        From then on such a rank stores everything, under tag 0. A rank that sees tag 0 stops too, even if the shards of
+        that generation are recycled by then.
         """
         node_ranks = self._topology.node_ranks
         if not self._planner.dedup or len(node_ranks) == 1:

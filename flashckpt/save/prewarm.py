@@ -1,4 +1,4 @@
-"""The memory for saves, made ahead in a thread that gets what training leaves: the first save finds it warm."""
+"""Makes the memory for saves ahead, in a thread of low priority, so that the first save finds it warm."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ _NICENESS = 19
 
 
 class Prewarm:
-    """At most one at a time. Whoever is about to write into a slot waits for it: it does the same work."""
+    """At most one prewarm at a time. A save waits for it, because the save would have to do the same work."""
 
     def __init__(self) -> None:
         self._pending: Pending[None] | None = None
 
     def start(self, work: Callable[[], None]) -> None:
-        """`work` runs in the background. That it fails is logged: the save that needs the memory says so again."""
+        """Run `work` in the background. Logs a failure: the save that needs the memory reports it again."""
 
         def run() -> None:
-            # On Linux a priority is the thread's own; it and the threads it starts give way to forward and backward.
+            # On Linux each thread has a priority of its own: this one and those that it starts give way to training.
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
             try:
                 work()
             except (FlashError, OSError) as error:
-                log.warning("no memory was made ahead: %s", error)
+                log.warning("memory was not made ahead, so that the first save is slower: %s", error)
 
-        # A daemon: the end of the process does not wait for memory that nobody will write to.
+        # A daemon thread: the end of the process does not wait for memory that will not be used.
         self._pending = begin_in_thread(run, "flashckpt-prewarm")
 
     @property
@@ -45,5 +45,5 @@ class Prewarm:
         return self._pending is not None and not self._pending.done
 
     def wait(self, timeout: float) -> bool:
-        """Whether it has ended, within `timeout` seconds."""
+        """Wait up to `timeout` seconds. Return True if it has ended."""
         return self._pending is None or self._pending.wait(timeout)

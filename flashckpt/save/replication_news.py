@@ -1,4 +1,4 @@
-"""How the replication of what was saved goes on, as this node's agent tells its trainers."""
+"""Keeps the progress of replication, which this node's agent tells its trainers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOST_UNHEARD = 256
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """What the training hears. "failed": the step will never be replicated; else the name of a `ChangeKind`."""
+    """One event for the training. "failed": the step will never be replicated; else the name of a `ChangeKind`."""
 
     kind: str
     step: int
@@ -24,23 +24,23 @@ class Heard:
 
 
 class ReplicationNews:
-    """Any thread."""
+    """The events that the training has not taken yet. Any thread may call it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # protects what follows
         self._problem = ""
-        self._warned = ""  # of what lags, as it was told
-        self._standing: Change | None = None  # how the kept generation stands, if it is not well
+        self._warned = ""  # why replication lags, as it was logged last
+        self._standing: Change | None = None  # the last change of the kept generation, unless it is healed
         self._unheard: list[Heard] = []
         self._to_raise: Heard | None = None
 
     @property
     def problem(self) -> str:
-        """Why the oldest step that is not replicated yet is not; "" = that is not known, or there is none."""
+        """Return why the oldest step that is not replicated yet is not; "" = not known, or there is none."""
         return self._problem
 
     def changed(self, change: Change) -> None:
-        """Note what the agent says. Logs a warning once for each change, however often the agent repeats it."""
+        """Note a change. Logs one warning per change, however often the agent repeats it."""
         kind, step, reason = change.kind, change.generation.step, change.reason
         with self._lock:
             match kind:
@@ -67,19 +67,19 @@ class ReplicationNews:
             self._to_raise = Heard("failed", step, reason)
             self._add(self._to_raise)
         log.warning(
-            "step %d was saved here and will never be replicated: %s; the steps before and after it are not touched",
+            "step %d was saved here, but will never be replicated: %s; the steps before and after it are not affected",
             step,
             reason,
         )
 
     def take(self) -> list[Heard]:
-        """Return what is new since the last call."""
+        """Return the events since the last call."""
         with self._lock:
             unheard, self._unheard = self._unheard, []
         return unheard
 
     def take_failure(self) -> Heard | None:
-        """Return the last step that was given up, if that was not raised yet."""
+        """Return the last step that was given up, once."""
         with self._lock:
             failure, self._to_raise = self._to_raise, None
         return failure

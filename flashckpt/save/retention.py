@@ -1,4 +1,4 @@
-"""Which generations are whole, and which shards may go. Pure: names in, verdicts with reasons out."""
+"""Judges which generations are complete, and which shards may be freed. Pure: names in, verdicts with reasons out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class GenerationState(enum.Enum):
     COMPLETE = "complete"  # every rank's shard is sealed
     PENDING = "pending"  # this launch is still writing it
     DEAD = "dead"  # it can never become a candidate
-    OTHER = "other history"  # the line in force does not know its launch: a person decides what becomes of it
+    OTHER = "other history"  # the line in force does not know its launch: a person decides whether it is kept
     DISAGREES = "disagrees"  # dead, because ranks relied on tensors that others did not store
 
 
@@ -37,11 +37,11 @@ def judge(
     voids: Collection[Generation] = (),
     roots: Mapping[Launch, Launch] | None = None,
 ) -> dict[Generation, GenerationVerdict]:
-    """The state of every generation, from the shards that lie sealed and the tags in their names.
+    """Returns a verdict on every generation, from its sealed shards and the tags in their names.
 
-    `launch` is the one that asks: what it has begun may still be completed, unless a rank said that it gave up
-    (`voids`) or went on to a later one; what older launches left half done never will. None judges from
-    outside, when no trainer writes. `roots`: of launches whose lines are known.
+    `launch` is the present one: a generation that it has begun may still be completed, unless a rank gave it up
+    (`voids`) or went on to a later one. Incomplete generations of older launches never will be. None: judge while no
+    trainer writes. `roots`: the roots of launches whose lines are known.
     """
     asking = None if launch is None else (launch.epoch, launch.nonce)
     shards: dict[Generation, list[ShardId]] = {}
@@ -80,7 +80,8 @@ def _judge_one(
             return GenerationVerdict(GenerationState.DEAD, abandoned)
         if line.cut(launch, root) is None and launch.is_older_than(line.head):
             return GenerationVerdict(
-                GenerationState.OTHER, f"of another history, {name_of(launch)}, which the job's line does not know"
+                GenerationState.OTHER,
+                f"it belongs to another history, {name_of(launch)}, which the job's line does not know of",
             )
     worlds = {shard.world for shard in members}
     if len(worlds) > 1:
@@ -100,8 +101,8 @@ def _judge_one(
 
 
 def releasable(verdicts: Mapping[Generation, GenerationVerdict], keep: int = 1) -> set[Generation]:
-    """Generations whose shards may be recycled: dead ones, and those older than the newest complete one that are not
-    among the `keep` newest complete ones.
+    """Returns the generations whose shards may be recycled: dead ones, and those older than the newest complete one
+    that are not among the `keep` newest complete ones.
 
     Invariant 1 for one node: the newest complete generation stays until a newer one is complete.
     """
@@ -109,7 +110,7 @@ def releasable(verdicts: Mapping[Generation, GenerationVerdict], keep: int = 1) 
         (g for g, v in verdicts.items() if v.state is GenerationState.COMPLETE), key=age_order, reverse=True
     )
     stays = set(complete[: max(1, keep)])
-    # A pending one goes too once a newer one is complete: nobody needs it any more.
+    # A pending one is freed, too, once a newer one is complete: it is not needed any more.
     return {
         generation
         for generation, verdict in verdicts.items()
@@ -124,6 +125,6 @@ def releasable(verdicts: Mapping[Generation, GenerationVerdict], keep: int = 1) 
 
 
 def some_ranks(ranks: Iterable[int]) -> str:
-    """For a message: all of them, or the first ones and how many more."""
+    """Lists ranks for a message: all of them, or the first ones and how many more."""
     listed = list(ranks)
     return str(listed) if len(listed) <= 8 else f"{listed[:8]} and {len(listed) - 8} more"

@@ -1,6 +1,6 @@
-"""The dry check of the first save: would what is about to be stored fit into the very state it comes from?
+"""Checks, at the first save, that what it stores could be loaded into the state that it comes from.
 
-It looks at keys, kinds, shapes, dtypes and plain values, by the rules of a load. It reads no tensor and does no I/O.
+Compares keys, kinds, shapes, dtypes and plain values, by the rules of a load. Reads no tensor and does no I/O.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from flashckpt.state.structure import Structure
 
-# More than this is neither packed again nor decoded: the check must not hold up a training.
+# Larger values are neither packed again nor decoded: the check must not delay the training.
 MOST_BYTES = 1 << 20
 
 _MAPPINGS, _SEQUENCES, _SETS = (dict, OrderedDict), (list, tuple), (set, frozenset)
@@ -44,7 +44,8 @@ def outline(state_dict: Mapping[Any, Any]) -> Structure | None:
 def check_structure(known: Structure | None, flat: Flat) -> None:
     """Raise StructureError if the state has another structure than `outline` found just before.
 
-    A load asks each object once for what to fill: if two calls in a row differ, what one gave does not fit the other.
+    A load calls state_dict() once to learn what to fill. If two calls in a row differ, what one stored does not fit the
+    other.
     """
     if known is None or known == (now := structure_of(flat)):
         return
@@ -52,8 +53,8 @@ def check_structure(known: Structure | None, flat: Flat) -> None:
     owner = max((fqn for fqn in flat.statefuls if _is_below(key, fqn)), key=len, default="")
     where = f"key {owner!r}: state_dict()" if owner else "the state"
     raise StructureError(
-        f"{where}: expected the same structure when it is asked for twice, because a load could not fill anything "
-        f"else; found {difference(known, now)}",
+        f"{where}: expected the same structure from two calls in a row, because a load can't fill another one; found "
+        f"{difference(known, now)}",
         hint=WAYS_ON,
         key=key,
     )
@@ -75,7 +76,7 @@ def check_values(values: Mapping[str, Any], packed_bytes: int, *, allow_torch_sa
     if len(data) > MOST_BYTES:
         return
     decoded = None
-    with contextlib.suppress(Exception):  # whatever it is, a load would meet it too; which key it is follows
+    with contextlib.suppress(Exception):  # a load would raise it too; the loop below finds the key
         decoded = unpack(data).values
     for key, value in once.items():
         problem = _problem_of(key, value, allow_torch_save) if decoded is None else _unlike(value, decoded.get(key))
@@ -88,7 +89,7 @@ def check_values(values: Mapping[str, Any], packed_bytes: int, *, allow_torch_sa
 
 
 def _without_repetitions(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out what was encoded once for many keys, as the options of parameters are."""
+    """Leave out repetitions of values that were encoded once for many keys, like the options of parameters."""
     seen: set[int] = set()
     once = {}
     for key, value in values.items():
@@ -110,7 +111,7 @@ def _problem_of(key: str, value: Any, allow_torch_save: bool) -> str:
 
 
 def _unlike(saved: Any, loaded: Any, where: str = "") -> str:
-    """Say how the structure of a decoded value differs; "" if it does not. Types of others are not looked into."""
+    """Say how the structure of a decoded value differs; "" if it does not. Compares only tensors and containers."""
     kind = type(saved)
     if isinstance(saved, torch.Tensor):
         is_same = isinstance(loaded, torch.Tensor) and (saved.dtype, saved.shape) == (loaded.dtype, loaded.shape)

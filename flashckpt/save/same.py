@@ -47,11 +47,11 @@ BUDGET_BYTES = 64 << 20
 # Tensors per later sample, and bytes read of each.
 SAMPLE_TENSORS = 64
 SAMPLE_WINDOW_BYTES = 8 << 10
-SAMPLE_EVERY = 8  # one in so many saves, on average, is sampled
+SAMPLE_EVERY = 8  # one in this many saves, on average, is sampled
 
-_GATHER_BYTES = 4 << 20  # most bytes of all ranks' checksums, which are gathered if any differ
+_GATHER_BYTES = 4 << 20  # at most so many bytes of all ranks' checksums are gathered if summaries differ
 _FEWEST_SUMS = 64
-_PENDING = 2  # most samples that wait for the shards of the other ranks
+_PENDING = 2  # at most so many samples wait for the shards of the other ranks
 _SHOWN = 4
 
 _COMPARING = "comparing tensors that count as the same on all ranks"
@@ -159,10 +159,10 @@ class Comparer:
             del self._pending[next(iter(self._pending))]
         if not self._pending:
             return
-        lying = {(one.shard.generation, one.shard.rank): one for one in self._store.scan()}
+        present = {(one.shard.generation, one.shard.rank): one for one in self._store.scan()}
         others = self._topology.node_ranks[1:]
         for generation in list(self._pending):
-            sealed = {rank: lying[generation, rank] for rank in others if (generation, rank) in lying}
+            sealed = {rank: present[generation, rank] for rank in others if (generation, rank) in present}
             if len(sealed) == len(others):
                 self._compare_samples(generation, *self._pending.pop(generation), sealed)
 
@@ -245,7 +245,7 @@ def checksums(flat: Flat, which: Iterable[int], window_bytes: int) -> list[int]:
 
 
 def _window(tensor: torch.Tensor, most_bytes: int) -> torch.Tensor:
-    """A view of at most so many bytes from the middle, but one element at least."""
+    """Returns a view of at most `most_bytes` from the middle of a tensor, but of at least one element."""
     tensor = tensor.detach()
     while tensor.dim() and tensor.numel() * tensor.itemsize > most_bytes and tensor.numel() > 1:
         rows = most_bytes // (tensor.numel() // tensor.shape[0] * tensor.itemsize)
@@ -255,7 +255,7 @@ def _window(tensor: torch.Tensor, most_bytes: int) -> torch.Tensor:
 
 
 def _weighted_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """Of the bits as integers, each times its place, so that elements in another order are found too."""
+    """Returns the sum of the elements' bits as integers, each times its place, so that another order is found too."""
     bits = as_bits(tensor).reshape(-1).to(torch.int64)
     return (bits * torch.arange(1, len(bits) + 1, device=bits.device)).sum()
 

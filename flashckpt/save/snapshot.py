@@ -1,4 +1,4 @@
-"""Snapshot: the state's bytes into a slot, checksummed on the way."""
+"""Copies the state's bytes into a slot, and checksums them."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def snapshot(
     ready: Mapping[torch.device, torch.Event] | None = None,
     deferred: Deferred | None = None,
 ) -> bytes:
-    """Fills the data area and returns its chunk CRCs. Once this returns the tensors may be mutated.
+    """Fills the data area and returns its chunk CRCs. Once this returns, the tensors may be mutated.
 
     Contiguous host memory is copied and checksummed in one native pass; what torch has to copy (accelerators,
-    odd strides) is put in place first and only checksummed there. Gaps become zero. If accelerators copy
-    asynchronously, host memory is copied meanwhile and checksummed with the rest.
+    odd strides) is copied first and checksummed afterwards. Gaps become zero. If accelerators copy asynchronously, host
+    memory is copied meanwhile and checksummed with the rest.
 
     The immediate tensors of `deferred` are copied first, followed by `deferred.took()`. Once all other copies are
     queued on devices, `deferred.queue()` is called.
@@ -109,7 +109,7 @@ def _copy_host(data: memoryview, pieces: list[int], chunk_bytes: int, threads: i
 
 
 def when_ready(flat: Flat) -> dict[torch.device, torch.Event]:
-    """For each accelerator that the state is on: an event behind what the caller has queued on it so far."""
+    """Returns, for each accelerator that the state is on, an event behind all that the caller has queued on it."""
     return {device: event_of(device) for device in devices_of(flat)}
 
 

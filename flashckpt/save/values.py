@@ -1,4 +1,4 @@
-"""The non-tensor part of a state dict, packed into one blob and back."""
+"""Packs the non-tensor part of a state dict into one blob, and unpacks it."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
     from flashckpt.state.flatten import Flat, Path
 
-# Beside the user's keys; no flattened key begins with this character.
+# Keys of flashckpt's own values, packed beside the user's. No flattened key begins with this character.
 _EXTRA, _PATHS, _PER_RANK, _TENSORS = "\x1fextra", "\x1fpaths", "\x1fper_rank", "\x1ftensors"
-# Skipped where values are searched for tensors.
+# Types that are not searched for tensors.
 _ALWAYS_ENCODED = frozenset({Encoded, bool, int, float, str, bytes, type(None)})
 _ASSUMED, _SAMPLE = "\x1fassumed", "\x1fsample"
 
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """What one rank saved beside tensors."""
+    """The non-tensor values that one rank saved."""
 
     values: dict[str, Any] = field(default_factory=dict)
     paths: dict[str, Path] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Values:
 
 
 class KnownPaths:
-    """The paths of the last save, encoded: they are most of what is packed, and the same from save to save."""
+    """Keeps the encoded paths of the last save: they are most of the packed bytes, and rarely change."""
 
     def __init__(self) -> None:
         self._last: tuple[dict[str, Path], Encoded] | None = None
@@ -70,7 +70,7 @@ def pack(
     assumed_bytes: int = 0,
     sample: tuple[int, ...] = (),
 ) -> bytes:
-    """Raises UnsupportedValueError, naming key and type, for what the typed encoding can't hold."""
+    """Packs the values. Raises UnsupportedValueError, with key and type, for what the typed encoding can't hold."""
     for fqn in flat.values:
         if fqn.startswith("\x1f"):
             raise StructureError(f"key {fqn!r}: keys must not begin with the character 0x1f", key=fqn)
@@ -90,7 +90,7 @@ def pack(
     try:
         return encode_values(packed)
     except UnsupportedValueError as error:
-        # The rare cases, once the common one has failed: small tensors inside a value, and the opt-in.
+        # The rare cases, tried after the common one has failed: small tensors inside a value, and torch.save.
         return encode_values(_made_encodable(packed, allow_torch_save, error))
 
 
@@ -123,7 +123,7 @@ def _encodes(value: Any) -> bool:
 
 
 def _tensors_out(value: Any) -> Any:
-    """Plain tensors that DCP left inside a tuple, as dtype, shape and bytes."""
+    """Replaces plain tensors inside a value by dtype, shape and bytes. DCP leaves tensors in tuples."""
     if type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout == torch.strided:
         data = value.detach().cpu().contiguous()
         return {_TENSORS: (data.dtype, tuple(data.shape), as_bits(data).numpy().tobytes())}
@@ -155,7 +155,7 @@ def _tensors_in(value: Any) -> Any:
 
 
 def unpack(blob: bytes | bytearray) -> Values:
-    """The inverse of `pack`; hostile bytes end in CorruptShardError."""
+    """Unpacks what `pack` made. Raises CorruptShardError for hostile bytes."""
     packed = {key: _decoded(key, value) for key, value in decode_values(memoryview(blob)).items()}
     for key in packed.pop(_TENSORS, ()):
         packed[key] = _tensors_in(packed[key])
@@ -185,7 +185,7 @@ def _decoded(key: str, value: Any) -> Any:
 
 
 def _check_torch_save_is_safe() -> None:
-    """Before 2.10 the `weights_only` unpickler could be made to run code (CVE-2025-32434, CVE-2026-24747)."""
+    """Refuses torch before 2.10, whose `weights_only` unpickler could run code (CVE-2025-32434, CVE-2026-24747)."""
     version = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
     if version < (2, 10):
         raise ConfigError(

@@ -38,14 +38,14 @@ _POLL_SECONDS = 0.002
 
 @dataclass(frozen=True, slots=True)
 class WrittenShard:
-    """A sealed shard and what it cost."""
+    """A sealed shard: its size, and how long the save took."""
 
     size_bytes: int  # of the shard's file; the agent may have released the shard since
     timings: SaveTimings
 
 
 class ShardWriter:
-    """Owns a rank's use of its slots."""
+    """Writes the shards of one rank into its slots."""
 
     def __init__(self, store: SlotStore, slots: Slots, job: str, config: CheckpointConfig, threads: int) -> None:
         self.slots = slots
@@ -58,10 +58,10 @@ class ShardWriter:
         store.on_unlinked(self._copier.forget)
         self._values_room = 0
         self.due_line: Line | None = None
-        """What the first shard of this launch claims, after a load that found nothing. None: it goes on from what lies
-        on this node."""
+        """The line that the first shard of this launch puts, after a load that found nothing. None: the launch goes on
+        from what lies on this node."""
         self.on_claimed: Callable[[Line], None] = lambda line: None
-        """Called in the thread of the save, after that."""
+        """Called with the line, in the thread of the save, once it is put."""
 
     @property
     def launch(self) -> Launch:
@@ -87,9 +87,8 @@ class ShardWriter:
     ) -> WrittenShard:
         """Write and seal a shard. Raises NoSpaceError, BusyError, ChangedError, FencedError. Earlier shards stay.
 
-        `deferred` proves that the copy is the state at save(); None: no proof is made, because the
-        caller has a copy of its own. `ready`: see
-        Copier.copy.
+        `deferred` proves that the copy is the state at save(); None: no proof is needed, because the caller has a copy
+        of its own. `ready`: see Copier.copy.
         """
         began = time.perf_counter()
         self._claim_line()
@@ -125,7 +124,7 @@ class ShardWriter:
                 saved_at=time.time(),
             )
             failpoint("before_header")
-            # Again: this process may have been stopped while it copied, and woken up in another launch's time.
+            # Again: this process may have been stopped while it copied, and another launch may have begun since.
             self._refuse_if_fenced()
             seal_bytes(slot.view, header, place)
             failpoint("before_seal")
@@ -143,7 +142,7 @@ class ShardWriter:
         )
 
     def geometry(self, plan: SavePlan, values: bytes) -> Geometry:
-        # The blob's length wobbles from save to save (a counter gains a digit): leave room, so that the slot
+        # The length of the values varies from save to save (a counter gains a digit): leave room, so that the slot
         # keeps its size and its mapping.
         if len(values) > self._values_room:
             self._values_room = (len(values) * 5 // 4 + 4096) // 4096 * 4096
@@ -158,7 +157,7 @@ class ShardWriter:
         return judge_store(self._store, self.launch)
 
     def wait_until_settled(self, ranks: Sequence[int]) -> None:
-        """Waits, up to save_timeout, until `ranks`, those of this node, have sealed all that one of them has."""
+        """Waits up to save_timeout, until all `ranks` of this node have sealed every pending generation."""
         deadline = time.monotonic() + self._config.save_timeout
         while time.monotonic() < deadline:
             scan, verdicts = self.verdicts()
@@ -172,7 +171,10 @@ class ShardWriter:
         self._copier.close()
 
     def _claim_line(self) -> None:
-        """Before the first shard of a launch that has loaded nothing. A launch that saves nothing claims nothing."""
+        """Put the line before the first shard of a launch that has loaded nothing.
+
+        A launch that saves nothing puts no line, and so claims nothing.
+        """
         line = self._refuse_if_fenced()
         if line is None or line.head != self.launch:
             due = self.due_line
@@ -182,7 +184,7 @@ class ShardWriter:
             self.on_claimed(due)
 
     def _refuse_if_fenced(self) -> Line | None:
-        """Return the line in force."""
+        """Return the line in force. Raises FencedError if a newer launch has put it."""
         line = self._store.read_line()
         if line is not None and self.launch.is_older_than(line.head):
             raise FencedError(
@@ -196,7 +198,7 @@ class ShardWriter:
 def line_from_here(store: SlotStore, launch: Launch) -> Line:
     """Return the line of a launch that saves without a load: it goes on from whatever lies on this node.
 
-    Nothing is abandoned by that. What is older goes once the launch has committed something newer.
+    This abandons nothing. Older generations are freed once the launch has committed a newer one.
     """
     known = [one.shard.generation for one in store.scan()]
     known += [record.generation for record in store.read_records()]

@@ -1,1 +1,1 @@
-"""How a rank joins a launch, takes a job over, and leaves."""
+"""Joins a launch, takes a job over, and leaves."""

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_PAUSE_SECONDS = 0.25  # between two questions
+_PAUSE_SECONDS = 0.25  # between two requests to the agents
 
 
 def refuse_beside_live(group: PrivateGroup, topology: Topology, slots: Slots, job: str) -> None:
     """Return once no trainer of another launch is alive on any node of this one. Collective.
 
-    Raises LiveJobError, on all ranks alike, where some are alive after a grace period.
+    Raises LiveJobError, on all ranks alike, if some are still alive after a grace period.
     """
     asked, said = 0, ""
     while True:
@@ -39,20 +39,20 @@ def refuse_beside_live(group: PrivateGroup, topology: Topology, slots: Slots, jo
         if answer is ClaimAnswer.REFUSE:
             raise live_job(job, strangers)
         if reason != said and topology.is_leader:
-            log.warning("job %r is held by another launch; waiting a moment: %s", job, reason)
+            log.warning("job %r is held by another launch; waiting a moment for it to end: %s", job, reason)
             said = reason
         asked += 1
         time.sleep(_PAUSE_SECONDS)
 
 
 def refuse_beside_live_here(topology: Topology, slots: Slots, job: str) -> None:
-    """The same for this rank and its node alone. Local."""
+    """Do the same for this rank and its node alone. Local."""
     alone = Topology(0, 1, (Node(topology.node.node_id, "", (0,)),), (0,))
     refuse_beside_live(PrivateGroup.alone(), alone, slots, job)
 
 
 def _ask(group: PrivateGroup, topology: Topology, slots: Slots) -> tuple[list[Trainer], set[str]]:
-    """The claimants on all nodes, and the processes that are about to take over. Collective."""
+    """Return the claimants on all nodes, and the processes of the ranks that ask. Collective."""
     error: FlashError | None = None
     message: list[object] = ["", []]
     try:

@@ -1,4 +1,4 @@
-"""Whether a launch may take a job over: not beside live trainers of another launch. Pure."""
+"""Decides whether a launch may take a job over: not beside live trainers of another launch. Pure."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 # Seconds to wait for trainers to end before the launch is refused. A restart may begin while they are being killed.
 GRACE_SECONDS = 3.0
-ENDING_GRACE_SECONDS = 20.0  # where all of them are on their way out: to free a large memory takes a while
+ENDING_GRACE_SECONDS = 20.0  # if all of them are ending: freeing a large memory takes a while
 _SHOWN = 4
 
 
 class ClaimAnswer(enum.Enum):
-    TAKE = "take"  # nobody else is there
-    WAIT = "wait"  # they may be about to end: ask again
+    TAKE = "take"  # no other launch is alive
+    WAIT = "wait"  # its trainers may be about to end: ask again
     REFUSE = "refuse"
 
 
@@ -35,18 +35,18 @@ class Trainer:
 
 
 def others(found: Iterable[Trainer], processes: Collection[str], launch: Launch | None) -> tuple[Trainer, ...]:
-    """Those that are neither among `processes`, which want to take the job over, nor in `launch`, which they began."""
+    """Return the claimants that are neither among `processes`, which want to take over, nor in `launch`, their own."""
     strangers = [one for one in found if one.claimant.process not in processes and one.claimant.launch != launch]
     return tuple(sorted(strangers, key=lambda one: (one.claimant.rank, one.node, one.claimant.pid)))
 
 
 def decide(strangers: Collection[Trainer], waited: float) -> tuple[ClaimAnswer, str]:
-    """What to do after `waited` seconds, and why. The same on all ranks, which have the same arguments."""
+    """Return what to do after `waited` seconds, and why. The same on all ranks, which have the same arguments."""
     if not strangers:
         return ClaimAnswer.TAKE, "no other launch is alive"
     if all(one.claimant.is_ending for one in strangers):
         if waited < ENDING_GRACE_SECONDS:
-            return ClaimAnswer.WAIT, f"{describe(strangers)}: on their way out"
+            return ClaimAnswer.WAIT, f"{describe(strangers)}: they are ending"
     elif waited < GRACE_SECONDS:
         return ClaimAnswer.WAIT, f"{describe(strangers)}: they may be about to end"
     return ClaimAnswer.REFUSE, f"{describe(strangers)}: alive after {waited:.1f} s"

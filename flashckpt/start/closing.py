@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_DROPPED_SECONDS = 30.0  # for a Checkpointer that nobody closes; it happens in the background
-# Parts that a forked child has inherited. Connections and process groups must not be destroyed there: their threads
-# exist in the parent only, and whoever waits for them waits for ever.
+_DROPPED_SECONDS = 30.0  # for closing, in the background, a Checkpointer that was dropped without close()
+# Parts that a forked child has inherited. Connections and process groups must not be destroyed there: that would wait
+# for ever for their threads, which exist in the parent only.
 _inherited: list[Parts] = []
 
 
@@ -41,7 +41,7 @@ def unmasked(kind: type[BaseException] | None) -> Iterator[None]:
 
 
 class Parts:
-    """All that has to be closed. Does not refer to the Checkpointer, so that this can be dropped."""
+    """All that has to be closed. Does not refer to the Checkpointer, so that the Checkpointer can become garbage."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Parts:
         def left(share: float) -> float:
             return max(0.0, began + share * timeout - time.monotonic())
 
-        with contextlib.suppress(Exception):  # its handle tells
+        with contextlib.suppress(Exception):  # the save's handle has the error
             self._overlap.settle(left(0.6))
         self._overlap.close()
         self._prewarm.wait(left(0.8))
@@ -102,8 +102,9 @@ class Parts:
 
     def _close_dropped(self) -> None:
         log.warning(
-            "job %r: a Checkpointer was dropped without close(): giving back its lease, threads and descriptors; use "
-            "it in a `with` block",
+            "job %r: a Checkpointer was dropped without close(): its lease, threads and descriptors are given back in "
+            "the "
+            "background; use it in a `with` block",
             self._job,
         )
         self.close(_DROPPED_SECONDS)

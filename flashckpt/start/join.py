@@ -1,7 +1,7 @@
-"""How the ranks of a launch and the agents of their nodes come together: leases → credentials → addresses.
+"""Connects the ranks of a launch with the agents of their nodes: leases → credentials → addresses.
 
-No private key crosses the process group: each node makes its own, rank 0 signs what it is shown, and the
-authority's key is gone when this returns.
+No private key is sent over the process group: each node makes its own key, rank 0 signs the requests, and the
+authority's key is dropped when this returns.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def join(
     launch: Launch,
     undo: contextlib.ExitStack,
 ) -> tuple[AgentSlots, AgentMemory]:
-    """Connects this rank with its node's agent, which runs, and the agents with each other. Collective.
+    """Connects this rank with its node's running agent, and the agents with each other. Collective.
 
     `undo` gets callbacks that close what is open if it fails.
     """
@@ -61,13 +61,13 @@ def join(
     bundle, addresses = _meet(group, settings, topology, link) if len(topology.nodes) > 1 else (None, [""])
     session = _session(settings, topology, launch, addresses)
     slots = AgentSlots(store, link, session, bundle, settings.config)
-    straight = settings.config.fetch == "tensors" and len(topology.nodes) > 1
-    holders = (lambda: Holders(store, slots.session.members, options)) if straight else None
+    into_tensors = settings.config.fetch == "tensors" and len(topology.nodes) > 1
+    holders = (lambda: Holders(store, slots.session.members, options)) if into_tensors else None
     return slots, AgentMemory(link, store, holders)
 
 
 def rejoin(settings: Settings, topology: Topology, store: SlotStore, session: Session, process: str) -> AgentSlots:
-    """The same for another process that acts for a rank, whose own process is `process`; local."""
+    """Connects another process that acts for a rank; `process` is the rank's own one. Local."""
     link = _link(settings, topology, store, process)
     try:
         link.open(settings.config.start_timeout)
@@ -121,7 +121,8 @@ def _of_same_name(
 def _meet(
     group: PrivateGroup, settings: Settings, topology: Topology, link: AgentLink
 ) -> tuple[Bundle | None, list[str]]:
-    """Credentials for the agents, and where each of them listens. The bundle is for the node's leader alone."""
+    """Returns credentials for the agent (None except on the node's leader), and the address of each agent.
+    Collective."""
     bundle = _operator_bundle(group, settings, topology) if settings.tls_files else _issue(group, settings, topology)
     here = [json.loads(one) for one in group.gather(json.dumps(_machine()).encode(), "comparing machines")]
     on_one_machine = all(one == here[0] for one in here)
@@ -153,7 +154,7 @@ def _operator_bundle(group: PrivateGroup, settings: Settings, topology: Topology
             raise ConfigError(
                 f"{settings.tls_files[0]}: expected a certificate of job {settings.job!r}, node {settings.node_id!r}, "
                 f"found one of job {found.job!r}, node {found.node_id!r}",
-                hint="issue one certificate a node; its identity is described in docs/operations.md",
+                hint="issue one certificate per node; its identity is described in docs/operations.md",
             )
         return bundle
 
@@ -161,7 +162,7 @@ def _operator_bundle(group: PrivateGroup, settings: Settings, topology: Topology
 
 
 def _issue(group: PrivateGroup, settings: Settings, topology: Topology) -> Bundle | None:
-    """Each node's leader asks, rank 0 signs. Two rounds; what travels is public."""
+    """Returns a bundle that rank 0 has signed. Two gathers: requests, then certificates. Both are public."""
     from flashckpt.rpc.credentials import Authority, Bundle, make_request
 
     key = request = b""
@@ -186,6 +187,6 @@ def _issue(group: PrivateGroup, settings: Settings, topology: Topology) -> Bundl
 
 
 def _machine() -> list[str]:
-    """The same for processes that reach each other by loopback."""
+    """Returns the same for processes that can reach each other by loopback."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         return [file.read().strip(), os.readlink("/proc/self/ns/net")]

@@ -1,4 +1,4 @@
-"""The start of a launch: who is on which node, and the launch's place in time."""
+"""Agrees at the start of a launch on which node each rank is, and on the launch's epoch."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_CLOCK_DIFFERENCE_MS = 24 * 3_600_000
-LATEST_CLOCK_MS = 4_102_444_800_000  # 2100: later than any clock that is right
+LATEST_CLOCK_MS = 4_102_444_800_000  # the year 2100: a later clock is wrong
 LAST_EPOCH = 1 << 62  # numbers in messages end at twice this
 
-# What decides when a rank saves, loads or makes memory: where ranks differ in it, they wait for each other in vain. And
-# what is kept in persist_dir: which node orders a flush changes when one is lost.
+# Options that decide when a rank saves, loads or allocates memory: ranks that differ in them would wait in vain. And
+# options that decide what is kept in persist_dir: another node orders the flushes when one is lost.
 _COLLECTIVE = (
     "persist_dir",
     "persist_on_exit",
@@ -49,7 +49,7 @@ _COLLECTIVE = (
 
 
 def agree_topology(group: PrivateGroup, settings: Settings, directory_id: str) -> Topology:
-    """Gathers who is where. Collective. Refuses what would silently not work."""
+    """Gathers the node and options of each rank. Collective. Refuses combinations that would silently not work."""
     config = settings.config
     agreed = {
         "job": settings.job,
@@ -108,16 +108,16 @@ def _refuse_shared_directory(ranks: list[list[str]], job: str) -> None:
 
 
 def next_launch(highest_epoch: int) -> Launch:
-    """A launch above every one that was seen."""
+    """Returns a launch above every one that was seen."""
     now = max(0, int(time.time() * 1000))
     return Launch(epoch=agree_epoch(highest_epoch, {"this one": now}), nonce=secrets.randbits(64))
 
 
 def agree_launch(group: PrivateGroup, topology: Topology, highest_epoch: int) -> Launch:
-    """A place in time above every launch any rank has seen, and a nonce. Collective.
+    """Returns an epoch above every launch that any rank has seen, and a nonce. Collective.
 
-    The clock keeps a launch on blank nodes above one that it can't see; the nonce keeps two launches apart
-    even when the clock does not (two shards of one generation always come from one launch).
+    The clock keeps a launch on blank nodes above one that it can't see. The nonce keeps two launches apart even if
+    their epochs are equal, so that the shards of one generation always come from one launch.
     """
     mine = struct.pack("<QQQ", highest_epoch, max(0, int(time.time() * 1000)), secrets.randbits(64))
     answers = [struct.unpack("<QQQ", one) for one in group.gather(mine, "agreeing on the epoch")]
@@ -126,8 +126,8 @@ def agree_launch(group: PrivateGroup, topology: Topology, highest_epoch: int) ->
     epoch = agree_epoch(highest, clocks)
     if topology.rank == 0 and epoch - max(clocks.values()) > MAX_CLOCK_DIFFERENCE_MS:
         log.warning(
-            "the job has been launched with a clock that was ahead: its epoch stands at %s, the clocks at %s. The job "
-            "goes on above it, but a launch on nodes that have never heard of it would count as older",
+            "the job was launched before with a clock that was ahead: its epoch is at %s, the clocks are at %s. The "
+            "job goes on above it, but a launch on nodes that do not know of this epoch would count as older",
             _date(epoch),
             _date(max(clocks.values())),
         )
@@ -135,17 +135,17 @@ def agree_launch(group: PrivateGroup, topology: Topology, highest_epoch: int) ->
 
 
 def agree_epoch(highest: int, clocks: Mapping[str, int]) -> int:
-    """One above the highest epoch that was seen, but not below the clocks (milliseconds since 1970, by node). Pure.
+    """Returns one above the highest epoch seen, but not below the median clock (node → ms since 1970). Pure.
 
-    ConfigError where a clock is so wrong that its epoch would stay far ahead of the job for good: all that is launched
-    afterwards has to be above it.
+    Raises ConfigError if a clock is so wrong that its epoch would stay far ahead of the job for good: every later
+    launch has to be above it.
     """
     _refuse_wrong_clocks(clocks)
-    # Not the latest one: what is ahead counts for all launches to come, what is behind for none.
+    # The median, not the latest clock: one that is ahead would affect all later launches, one that is behind none.
     epoch = max(1 + highest, sorted(clocks.values())[(len(clocks) - 1) // 2])
     if epoch > LAST_EPOCH:
         raise ConfigError(
-            f"epoch of the launch: expected at most {LAST_EPOCH}, found {epoch}: no launch could be above it",
+            f"epoch of the launch: expected at most {LAST_EPOCH}, found {epoch}: no later launch could be above it",
             hint="give the job another name, and load its step with initial_load_path or from persist_dir",
         )
     return epoch
@@ -157,7 +157,7 @@ def _refuse_wrong_clocks(clocks: Mapping[str, int]) -> None:
     apart = {node: clock for node, clock in clocks.items() if abs(clock - usual) > MAX_CLOCK_DIFFERENCE_MS}
     if not late and not apart:
         return
-    # Of two clocks nobody knows which one is wrong.
+    # With two clocks it is unknown which one is wrong.
     named = late or (dict(clocks) if len(clocks) == 2 else apart)
     found = ", ".join(f"{_date(clock)} on node {node!r}" for node, clock in sorted(named.items()))
     others = "" if len(named) == len(clocks) else f", the others say {_date(usual)}"

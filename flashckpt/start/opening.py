@@ -1,4 +1,4 @@
-"""The start of a Checkpointer: group → store → topology → launch → agents → slots. Collective."""
+"""Opens what a Checkpointer needs: group → store → topology → launch → agents → slots. Collective."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """What a rank holds for as long as its Checkpointer lives."""
+    """The parts that a rank holds until its Checkpointer is closed."""
 
     settings: Settings  # with the job that the group saves for
     group: PrivateGroup
@@ -91,12 +91,13 @@ def _refuse_lonely_rank(settings: Settings, process_group: dist.ProcessGroup | N
 
 
 def default_threads(ranks_on_node: int) -> int:
-    """The cores this process may use, shared by the ranks of the node."""
+    """Returns this rank's share of the cores that this process may use: 1 to 8."""
     return max(1, min(8, len(os.sched_getaffinity(0)) // ranks_on_node))
 
 
 def _job_of(group: PrivateGroup, settings: Settings) -> str:
-    """Groups that divide the world among themselves need a job each; where none was named, their ranks name it."""
+    """Returns the job's name. A group of only some ranks of the world gets its ranks added, if the user named no
+    job."""
     if settings.config.job is not None or group.spans_the_world:
         return settings.job
     return f"{settings.job}-ranks-{'-'.join(map(str, group.global_ranks[:8]))}-of-{group.world}"
@@ -117,7 +118,7 @@ def _open_slots(
         return join(group, settings, topology, store, launch, undo)
     reclaimed = store.reclaim()
     if reclaimed.files:
-        log.info("reclaimed %d slots (%d bytes) of processes that are gone", reclaimed.files, reclaimed.bytes)
+        log.info("reclaimed %d slots (%d bytes) of processes that have ended", reclaimed.files, reclaimed.bytes)
     return OwnSlots(store, launch, settings.config), OwnMemory(store, settings.job, settings.node_id)
 
 

@@ -1,4 +1,4 @@
-"""The two ends of a load: the job is taken over before anybody looks at what is there, and its line is kept after."""
+"""Takes the job over before a load looks at what the nodes hold, and keeps its line after the load."""
 
 from __future__ import annotations
 
@@ -19,25 +19,27 @@ if TYPE_CHECKING:
 
 
 def highest_epoch(store: SlotStore, on_disk: int) -> int:
-    """That this node knows of: a line, a shard, a record, what its agent last worked for, or persist_dir."""
+    """Return the highest epoch that this node knows of: of a line, shard, record, its agent's session, or `on_disk`."""
     known = 0
     session = store.read_session()
     if session is not None:
-        with contextlib.suppress(CorruptShardError):  # of another version: its agent forgets it too
+        with contextlib.suppress(CorruptShardError):  # a session of another version: the agent drops it too
             known = decode_session(session).launch.epoch
     return max(known, on_disk, store.highest_epoch())
 
 
 def take_over(group: PrivateGroup, topology: Topology, slots: Slots, highest: int) -> None:
-    """Every load begins a new launch, so that its line abandons also what this one saved above it. Collective.
+    """Begin a new launch and tell every agent. Collective.
 
-    IMPORTANT: the agents are taken over before anybody looks at what lies there. A launch that is still running
-    could otherwise commit a newer generation during the load, and free the one that is being read.
+    A load needs a new launch, so that its line also abandons what the present launch has saved above the loaded step.
+
+    IMPORTANT: take the agents over before any rank takes an inventory. A launch that is still running could otherwise
+    commit a newer generation during the load, and free the one that is being read.
     """
     slots.enter(agree_launch(group, topology, highest))
     group.together("taking the agents over", lambda: slots.begin() if topology.is_leader else None)
 
 
 def put_line(group: PrivateGroup, topology: Topology, slots: Slots, line: Line, base: Generation | None) -> None:
-    """From now on the job goes on from `base`, and without what the line abandons. Collective."""
+    """Keep the line on every node: the job goes on from `base`, and without what the line abandons. Collective."""
     group.together("keeping the line", lambda: slots.put_line(line, base) if topology.is_leader else None)

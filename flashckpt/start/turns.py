@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class Turns:
-    """Knows which call is under way, and whether the call before it returned normally.
+    """Tracks which call is under way, and whether the call before it returned normally.
 
-    A call that ends with an exception, at whatever instruction, leaves a mark. The next call then begins with `mend`,
-    which puts in order what may be half done. The mark stays until `mend` has returned.
+    A call that ends with an exception, at any instruction, leaves a mark. The next call then begins with `mend`, which
+    repairs what may be half done. The mark stays until `mend` has returned.
     """
 
     def __init__(self, mend: Callable[[Turn], None], begin: Callable[[], None]) -> None:
@@ -46,7 +46,8 @@ class Turns:
                     f"{turn.doing}() called while another call is under way", hint="call from one thread"
                 )
             broken = self._broken or other
-            # Marked as broken until it has returned: then an exception needs no code that runs to leave the mark.
+            # Marked as broken until it has returned, so that an exception leaves the mark without any code having to
+            # run.
             self._broken = broken or turn
             self._current = turn
         if broken is not None:
@@ -63,7 +64,7 @@ class Turns:
 
 
 class Turn:
-    """One call."""
+    """One call on the object."""
 
     def __init__(self, turns: Turns, doing: str, since: int) -> None:
         self.doing = doing

@@ -1,1 +1,1 @@
-"""The user's state dict as a flat list of tensors and values, and each tensor as regions of a global one."""
+"""Turns the user's state dict into flat tensors and values, and each tensor into regions of a global one."""

@@ -1,4 +1,4 @@
-"""Chooses the shard that assumed tensors are loaded from: all of them come from the shard of one rank.
+"""Chooses the rank whose shard all assumed tensors are loaded from.
 
 Their values may differ between ranks, so a load must not combine the mean of one rank with the variance of another. It
 takes the values of the lowest rank that stores them. A nearer copy is read instead only if checksums prove it equal.
@@ -27,11 +27,11 @@ class Group(NamedTuple):
     """Shards that store the same assumed tensors at the same bytes of their data areas."""
 
     entries: dict[str, TensorEntry]
-    ranks: tuple[int, ...]  # whose shards; ascending
+    ranks: tuple[int, ...]  # of these shards; ascending
 
 
 class AssumedChoice(NamedTuple):
-    """Some of the wanted keys, and the group whose lowest rank they all come from."""
+    """Some of the wanted keys, and the group whose lowest rank all of them come from."""
 
     keys: tuple[str, ...]
     group: Group
@@ -168,14 +168,14 @@ def is_equal(entry: TensorEntry, one: bytes, other: bytes) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """Who reads: what it may call its own, and what is near."""
+    """The rank that reads, its layout, and the shards near it."""
 
     rank: int
-    layout: int | None  # of the shard that this rank saved; None where it did not exist then
+    layout: int | None  # of the shard that this rank saved; None if the rank did not exist then
     near: tuple[int, ...] = ()  # ranks whose shards lie on this node
 
     def pick(self, ranks: tuple[int, ...]) -> tuple[int, int]:
-        """(how far, rank): the nearest of shards that hold the same. Far ones are dealt out among the readers."""
+        """Returns (distance, rank) of the nearest of equal shards. Far ones are spread over the readers."""
         if _has(ranks, self.rank):
             return 0, self.rank
         for rank in self.near:

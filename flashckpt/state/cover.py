@@ -1,4 +1,4 @@
-"""Coverage: what the shards of a generation hold, and the proof by volume that it is every element. Pure."""
+"""Indexes the regions in the shards of a generation, and proves by volume that they hold every element. Pure."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ if TYPE_CHECKING:
 class Piece(NamedTuple):
     """One stored region and the shards that have it, at the same bytes."""
 
-    ranks: tuple[int, ...]  # whose shards; ascending
+    ranks: tuple[int, ...]  # of these shards; ascending
     entry: TensorEntry
 
 
-# (fqn, layout) → its stored regions; layout is None for what all ranks share, and for what belongs to one rank the
-# index of the layout that its shard has.
+# (fqn, layout) → its stored regions. The layout is None for what all ranks share; for what belongs to one rank it is
+# the index of its shard's layout.
 Index = dict[tuple[str, int | None], list[Piece]]
 
 
 def index(layouts: Sequence[Layout], ranks: Sequence[tuple[int, ...]]) -> Index:
-    """Stored regions by name, from each different layout and the ranks whose shards have it."""
+    """Returns stored regions by name, from each different layout and the ranks whose shards have it."""
     stored: Index = {}
     for number, (layout, owners) in enumerate(zip(layouts, ranks, strict=True)):
         for entry in layout.entries:
@@ -33,17 +33,17 @@ def index(layouts: Sequence[Layout], ranks: Sequence[tuple[int, ...]]) -> Index:
 
 
 def index_headers(headers: Sequence[ShardHeader]) -> Index:
-    """The same from whole headers, in the order of their ranks, each with a layout of its own."""
+    """Returns the same from complete headers, ordered by rank, each with a layout of its own."""
     return index([header.layout for header in headers], [(header.shard.rank,) for header in headers])
 
 
 def uncovered(stored: Index) -> list[str]:
-    """Tensors that can't be put together from their regions, each with the reason. Empty = usable."""
+    """Returns the reasons why tensors can't be put together from their regions. Empty = usable."""
     return list(uncovered_keys(stored).values())
 
 
 def uncovered_keys(stored: Index) -> dict[tuple[str, int | None], str]:
-    """The same by key and layout, as in the index."""
+    """Returns the same by key and layout, as in the index."""
     problems: dict[tuple[str, int | None], str] = {}
     for (fqn, layout), pieces in stored.items():
         if len(pieces) == 1 and _is_whole(pieces[0].entry):
@@ -61,7 +61,7 @@ def uncovered_keys(stored: Index) -> dict[tuple[str, int | None], str]:
 
 
 def keys_in_chunks(layout: Layout, chunk_bytes: int, chunks: Sequence[int]) -> list[str]:
-    """Which tensors lie in these chunks of a shard, sorted; looks at the first 64 chunks only."""
+    """Returns the tensors that lie in these chunks of a shard, sorted. Looks at the first 64 chunks only."""
     return sorted(
         {
             entry.fqn
@@ -74,7 +74,7 @@ def keys_in_chunks(layout: Layout, chunk_bytes: int, chunks: Sequence[int]) -> l
 
 
 def _is_whole(entry: TensorEntry) -> bool:
-    """Most tensors are one region: all of it."""
+    """Returns True if the entry is the whole tensor, like most entries."""
     return entry.box.sizes == entry.global_shape and not any(entry.box.offsets)
 
 
@@ -89,7 +89,8 @@ def _cover_problem(shape: tuple[int, ...], boxes: set[Box]) -> str:
 
 
 def _overlap(boxes: Iterable[Box]) -> tuple[Box, Box] | None:
-    """Two boxes that share an element. Sweeps along the first dimension, so a grid of n costs about n·√n."""
+    """Returns two boxes that share an element, if any. Sweeps along the first dimension: a grid of n costs about
+    n·√n."""
     active: list[Box] = []
     for box in sorted((b for b in boxes if b.volume), key=lambda b: b.offsets):
         if not box.offsets:

@@ -1,4 +1,4 @@
-"""Nested state dict ↔ flat keys, named as DCP names them, so that either side can read the other's keys."""
+"""Flattens nested state dicts to keys, and restores them. Keys are DCP's, so that either side can read the other's."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from flashckpt.format.values import Encoded
 
 Path = tuple[str | int, ...]
 
-# Nearly every leaf is exactly one of these. They are never made of other tensors: no need to ask, at every save.
+# Nearly every leaf has one of these types. They are never made of other tensors, so that no save needs to check.
 _WHOLE_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, DTensor, ShardedTensor})
 _NEVER_STATEFUL = frozenset({type(None), Encoded, dict, list, tuple, set, torch.Size, torch.Tensor})
 
 
 class PerRank:
-    """Marks a part of the state dict that every rank has its own version of.
+    """Marks a part of the state dict of which every rank has its own version.
 
     A plain tensor under one key counts as the same on all ranks: the lowest rank of each node stores it, and all ranks
     get back that of one rank. Wrap what differs (`{"noise": PerRank({"generator": state})}`) and each rank gets back
@@ -40,7 +40,7 @@ class PerRank:
 
 
 class OneValue:
-    """Marks a part that is one value, whatever it holds: its structure may differ between save and load.
+    """Marks a part that is saved as one value: its structure may differ between save and load.
 
     A load replaces `value`. Users have `Whole`, which a load fills in place.
     """
@@ -53,7 +53,7 @@ class OneValue:
         return self.value
 
     def give_back(self, value: Any) -> None:
-        """Take what was loaded."""
+        """Replace the value by the loaded one."""
         self.value = value
 
     def __repr__(self) -> str:
@@ -61,14 +61,15 @@ class OneValue:
 
 
 class Whole(OneValue):
-    """Marks a part of the state dict that is one value, whose structure may be another one at each save and load.
+    """Marks a part of the state dict that is saved as one value: its structure may differ at each save and load.
 
     Without it, each tensor in a list or mapping is saved under a key of its own, and a load expects the same keys and
-    shapes. A replay buffer that grows, the history of a metric, an optimizer that a step gives more state: these go
-    into `Whole(…)`. It holds plain tensors, containers and plain values, at most 1 GiB of them on a rank.
+    shapes. Wrap in `Whole(…)` what changes its structure: a replay buffer that grows, the history of a metric, an
+    optimizer that gets more state at a step. It may hold plain tensors, containers and plain values, at most 1 GiB of
+    them per rank.
 
-    A load gives an object with `load_state_dict` what its `state_dict` gave; it fills a list, dict or set in place;
-    `value` holds what was loaded otherwise. Tensors come back in host memory.
+    A load passes to an object's `load_state_dict` what its `state_dict` returned; it fills a list, dict or set in
+    place; it replaces any other `value`. Tensors are loaded into host memory.
     """
 
     def taken(self) -> Any:
@@ -76,7 +77,7 @@ class Whole(OneValue):
         return self.value.state_dict() if _is_stateful(self.value) else self.value
 
     def give_back(self, value: Any) -> None:
-        """Fill what this holds with `value`, in place where that is possible."""
+        """Load `value` into the held object, in place if that is possible."""
         held = self.value
         if isinstance(held, PerRank):
             held = held.value
@@ -101,23 +102,23 @@ class Flat:
     values: dict[str, Any] = field(default_factory=dict)
     paths: dict[str, Path] = field(default_factory=dict)  # see path_of
     per_rank: set[str] = field(default_factory=set)
-    statefuls: dict[str, Any] = field(default_factory=dict)  # the state dict each Stateful object gave
+    statefuls: dict[str, Any] = field(default_factory=dict)  # key of a Stateful object → the state dict it returned
     wrappers: dict[str, list[torch.Tensor]] = field(default_factory=dict)  # key → tensors that are made of this one
-    keys_only: bool = False  # what is one value was not asked for: its structure does not matter
+    keys_only: bool = False  # True: parts marked as one value were not read
 
     def path(self, fqn: str) -> Path:
         return path_of(fqn, self.paths)
 
 
 def path_of(fqn: str, paths: Mapping[str, Path]) -> Path:
-    """The nested key that was flattened to `fqn`; `paths` lists those that are not simply its parts."""
+    """Returns the nested key that was flattened to `fqn`. `paths` has those that are not simply its components."""
     return paths.get(fqn) or tuple(fqn.split("."))
 
 
 def flatten(state_dict: Mapping[Any, Any], *, keys_only: bool = False) -> Flat:
     """Flattens mappings, Stateful objects, and lists or tuples that hold tensors or mappings.
 
-    With `keys_only` what is marked as one value stays unread: None stands for it.
+    With `keys_only`, parts marked as one value are not read: None takes their place.
     """
     flat = Flat(keys_only=keys_only)
     for key, value in state_dict.items():
@@ -162,19 +163,19 @@ def _put(flat: Flat, where: dict[str, Any], fqn: str, path: Path, value: Any, pe
     if fqn in flat.tensors or fqn in flat.values:
         raise StructureError(
             f"key {fqn!r}: two entries of the state dict flatten to it",
-            hint="keys that differ only in type (1 and '1') or in where a dot stands can't be told apart; rename one",
+            hint="keys that differ only in type (1 and '1') or in the place of a dot can't be told apart; rename one",
             key=fqn,
         )
     where[fqn] = value
     if per_rank:
         flat.per_rank.add(fqn)
-    # Most paths can be had back from the key; only the others are worth keeping.
+    # Keep only paths that can't be computed from the key.
     if fqn.count(".") + 1 != len(path) or any(type(part) is int for part in path):
         flat.paths[fqn] = path
 
 
 def _is_wrapper(value: Any) -> bool:
-    """A tensor that is made of other tensors (a quantized weight, say); they are saved one by one."""
+    """Returns True for a tensor that is made of other tensors (e.g. a quantized weight), which are saved one by one."""
     return is_traceable_wrapper_subclass(value) and not isinstance(value, (DTensor, ShardedTensor))
 
 
@@ -188,7 +189,7 @@ def _holds_tensors(value: Any) -> bool:
 
 
 def _is_stateful(value: Any) -> bool:
-    # `isinstance(value, Stateful)` walks the protocol and costs microseconds a leaf: rule out the common ones.
+    # `isinstance(value, Stateful)` walks the protocol and costs microseconds per leaf: rule out the common types.
     if type(value) in _NEVER_STATEFUL or isinstance(value, (int, float, str, bytes)):
         return False
     return isinstance(value, Stateful) and not isinstance(value, type)
@@ -197,11 +198,10 @@ def _is_stateful(value: Any) -> bool:
 def restore(
     state_dict: MutableMapping[Any, Any], flat: Flat, values: Mapping[str, Any], loaded: Collection[str]
 ) -> None:
-    """Puts loaded values back into the live structure, in place; tensors were written to already.
+    """Puts loaded values into the live structure, in place. Tensors were written to already.
 
-    `flat` is what `flatten(state_dict)` gave; `values` maps flat keys to what replaces the leaf there, and keys
-    that are absent keep their leaf. Stateful objects get the state dict that `flatten` asked them for, unless none
-    of their keys is among `loaded`.
+    `flat` is the result of `flatten(state_dict)`. `values` maps flat keys to new leaves; absent keys keep theirs. A
+    Stateful object gets the state dict that it returned to `flatten`, unless none of its keys is among `loaded`.
     """
     owners = _owners(flat.statefuls, loaded)
     for key in list(state_dict):
@@ -209,7 +209,7 @@ def restore(
 
 
 def _owners(statefuls: Iterable[str], loaded: Collection[str]) -> set[str]:
-    """The Stateful objects that have a key among `loaded`, found by search: both lists can be long."""
+    """Returns the Stateful objects that have a key among `loaded`. Searches, because both lists can be long."""
     ordered = sorted(loaded) if statefuls else []
     owners = set()
     for fqn in statefuls:

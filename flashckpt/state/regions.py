@@ -1,4 +1,4 @@
-"""What this rank holds of each global tensor: rectangular regions, and who else holds the same ones."""
+"""Finds the rectangular regions of each global tensor that this rank holds, and the ranks that hold the same ones."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class TensorSpec(NamedTuple):
     dtype: str
     global_shape: tuple[int, ...]
     regions: tuple[Region, ...]
-    # Global ranks that hold exactly these regions. None: all ranks, by assumption; (): nobody else that we know of.
+    # Global ranks that hold exactly these regions. None: all ranks, by assumption. (): no other rank that is known.
     holders: tuple[int, ...] | None
-    # An assumed tensor: only its key suggests that other ranks hold the same. A whole tensor that is no DTensor.
+    # True: only the key suggests that other ranks hold the same values. The tensor is whole and no DTensor.
     is_assumed: bool = False
 
 
@@ -45,13 +45,14 @@ _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
 def signature(tensor: Any) -> tuple[Any, ...]:
-    """Equal signatures have equal specs. Cheap: it is taken for every tensor at every save."""
+    """Returns a value that is equal for tensors with equal specs. Cheap, because every save calls it for every
+    tensor."""
     if type(tensor) in _PLAIN_TYPES:
         return (tensor.dtype, tensor.shape)
     if isinstance(tensor, DTensor):
         spec, local = tensor._spec, tensor._local_tensor
-        # tensor_meta is the global shape and dtype: the DTensor's own properties answer three times as slowly.
-        # The mesh itself and not its id, which another mesh may get once this one is gone.
+        # tensor_meta has the global shape and dtype: the DTensor's own properties are three times as slow.
+        # The mesh itself and not its id, which another mesh may get after this one is freed.
         return (spec.tensor_meta, spec.placements, _shard_order(spec), spec.mesh, local.dtype, local.shape)
     if isinstance(tensor, ShardedTensor):
         shards = tuple((tuple(s.metadata.shard_offsets), tuple(s.metadata.shard_sizes)) for s in tensor.local_shards())
@@ -73,16 +74,16 @@ def _shard_order(spec: Any) -> Any:
 
 
 def plain_local(tensor: Any) -> torch.Tensor | None:
-    """The one local tensor, where it is an ordinary one; None sends the caller to `local_parts`.
+    """Returns the only local tensor, if it is an ordinary one; None: use `local_parts`.
 
-    Nearly every leaf has one, and at every save `local_parts` would cost several times as much.
+    Nearly every leaf has one, and `local_parts` would take several times as long at every save.
     """
     local: torch.Tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return local if type(local) in _PLAIN_TYPES else None
 
 
 def local_parts(fqn: str, tensor: Any) -> list[torch.Tensor]:
-    """The local tensors that hold the regions; detached, still on their device, any stride."""
+    """Returns the local tensors that hold the regions: detached, on their device, of any stride."""
     if isinstance(tensor, DTensor):
         local = tensor._local_tensor
         if isinstance(local, AsyncCollectiveTensor):
@@ -100,7 +101,7 @@ def local_parts(fqn: str, tensor: Any) -> list[torch.Tensor]:
 
 
 def narrow(part: torch.Tensor, offsets: Iterable[int], sizes: Iterable[int]) -> torch.Tensor:
-    """A view of one box of a local tensor."""
+    """Returns a view of one box of a local tensor."""
     for dim, (start, size) in enumerate(zip(offsets, sizes, strict=True)):
         if start or size != part.shape[dim]:
             part = part.narrow(dim, start, size)
@@ -108,7 +109,7 @@ def narrow(part: torch.Tensor, offsets: Iterable[int], sizes: Iterable[int]) -> 
 
 
 def describe(fqn: str, tensor: Any) -> TensorSpec:
-    """The regions of one leaf. Raises UnsupportedValueError for what has no bytes of its own."""
+    """Returns the regions of one leaf. Raises UnsupportedValueError for a tensor without bytes of its own."""
     dtype = _dtype_name(_dtype(tensor))
     if dtype not in ITEMSIZE:
         raise _unsupported(fqn, tensor, f"dtype {dtype}")
@@ -143,7 +144,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def _dtype(tensor: Any) -> torch.dtype:
-    # Asking a ShardedTensor for its dtype itself logs that the class is deprecated, at every save.
+    # A ShardedTensor's own property logs at every save that the class is deprecated.
     return tensor.metadata().tensor_properties.dtype if isinstance(tensor, ShardedTensor) else tensor.dtype
 
 
@@ -179,10 +180,10 @@ def _describe_dtensor(fqn: str, tensor: DTensor, dtype: str) -> TensorSpec:
 
 
 def _strided_regions(tensor: DTensor, coordinate: Sequence[int]) -> tuple[Region, ...]:
-    """The real regions of a strided shard, whose local rows are not neighbours in the global tensor.
+    """Returns the real regions of a strided shard, whose local rows are not neighbours in the global tensor.
 
-    Placements act on each tensor dimension by itself, so torch's own splitting of an index range says which
-    global indices this rank has there; runs of neighbours are then multiplied over the dimensions.
+    Placements act on each tensor dimension separately. So torch's own splitting of an index range gives the global
+    indices that this rank has in each dimension; the regions are the product of their runs of neighbours.
     """
     runs_by_dim = []
     for dim, size in enumerate(tensor.shape):
@@ -207,7 +208,7 @@ def _strided_regions(tensor: DTensor, coordinate: Sequence[int]) -> tuple[Region
 
 
 def _runs(indices: list[int]) -> list[tuple[int, int, int]]:
-    """(local start, global start, length) of each run of consecutive global indices."""
+    """Returns (local start, global start, length) of each run of consecutive global indices."""
     runs: list[tuple[int, int, int]] = []
     for local, index in enumerate(indices):
         if runs and runs[-1][1] + runs[-1][2] == index:

@@ -15,10 +15,10 @@ Int64s = npt.NDArray[np.int64]
 
 
 def runs(overlap: Box, source: Box, target: Box, itemsize: int) -> tuple[Int64s, Int64s, int]:
-    """(source offsets, target offsets, length), in bytes, of the contiguous runs of `overlap`.
+    """Returns (source offsets, target offsets, length), in bytes, of the contiguous runs of `overlap`.
 
-    `source` and `target` are row-major boxes that both contain it. Trailing dimensions that all three have in
-    full are one run; for a whole region that is a single one.
+    `source` and `target` are row-major boxes that contain it. Trailing dimensions that all three have in full are
+    merged into one run, so that a whole region is a single run.
     """
     dims = len(overlap.sizes)
     length = itemsize

@@ -1,1 +1,1 @@
-"""The parts of a training state, and when to save them: what CheckpointManager is made of."""
+"""The modules of CheckpointManager: the parts of a training state, and the decision when to save them."""

@@ -1,4 +1,4 @@
-"""The whole training state as one state dict: its parts, how a save takes them and how a load fills them."""
+"""Makes one state dict of the whole training state: captures its parts for a save, and lays them out for a load."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ _MOMENTS = f"{OPTIMIZER}.{STATE}."
 
 
 class Opaque:
-    """A Stateful that is one value to us; its owner takes it as it comes. Filled without an owner: kept."""
+    """A Stateful that is loaded as one value. Passes the value to `hand_over`, its owner's; without an owner keeps
+    it."""
 
     def __init__(self, hand_over: Callable[[Any], object] | None) -> None:
         self._hand_over = hand_over
@@ -46,7 +47,7 @@ class Opaque:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """What a load fills, and the two parts that need a second look afterwards."""
+    """The state dict that a load fills, and the two parts of it that need further work afterwards."""
 
     state_dict: dict[str, Any]
     dataloader: Opaque
@@ -54,7 +55,7 @@ class Template:
 
 
 class TrainingState:
-    """What a manager was given. Captures it for a save; lays out what a load fills."""
+    """The objects that a manager was given. Captures them for a save; lays out what a load fills."""
 
     def __init__(
         self,
@@ -68,7 +69,7 @@ class TrainingState:
     ) -> None:
         self.model = None if model is None else ModelState(model_parts(model))
         if optimizer is not None and self.model is None:
-            raise ConfigError("optimizer: expected a model as well", hint="its state goes by the model's names")
+            raise ConfigError("optimizer: expected a model as well", hint="its state is saved by the model's names")
         self.optimizer = (
             OptimizerState(own(self.model.parts, optimizer)) if self.model and optimizer is not None else None
         )
@@ -83,7 +84,7 @@ class TrainingState:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Names of the parts that a save holds."""
+        """The names of the parts that a save contains."""
         present = {
             MODEL: self.model is not None,
             OPTIMIZER: self.optimizer is not None,
@@ -94,12 +95,12 @@ class TrainingState:
         return (*(name for name, there in present.items() if there), *self.states)
 
     def capture(self, only: Collection[str] | None = None) -> dict[str, Any]:
-        """The state as it is now, for a save."""
+        """Returns the present state, for a save."""
         wanted = [part for part in self.parts if only is None or part in only]
         return {part: self._capture(part) for part in wanted}
 
     def changes_only_in_step(self) -> ChangesInStep:
-        """Return what tells of a captured tensor whether it may be deferred."""
+        """Return an object that says whether a captured tensor may be deferred."""
         parts = () if self.model is None else self.model.parts
         return ChangesInStep(self._owned_parameters(), (p for part in parts for p in part.parameters()))
 
@@ -126,7 +127,8 @@ class TrainingState:
         return self.states[part]
 
     def template(self, parts: Collection[str]) -> Template:
-        """What a load fills, asked for lazily: a load that finds nothing must leave no trace."""
+        """Returns what a load fills. Calls no state_dict() yet, because a load that finds nothing must change
+        nothing."""
         laid: dict[str, Any] = {}
         dataloader, rng = Opaque(None if self.dataloader is None else self.dataloader.load_state_dict), Opaque(None)
         if MODEL in parts and self.model is not None:
@@ -135,7 +137,7 @@ class TrainingState:
             laid[OPTIMIZER] = self.optimizer
         if SCHEDULER in parts:
             laid[SCHEDULER] = {str(n): Opaque(one.load_state_dict) for n, one in enumerate(self.schedulers)}
-        # Also where the manager has no loader yet: its state is kept until there is one.
+        # Even if the manager has no loader yet: its state is kept until there is one.
         if DATALOADER in parts:
             laid[DATALOADER] = PerRank(dataloader)
         if RNG in parts:
@@ -145,7 +147,7 @@ class TrainingState:
 
 
 class ChangesInStep:
-    """Tells of a captured tensor whether it may be deferred, and which parameter it is."""
+    """Says whether a captured tensor may be deferred, and which parameter it is."""
 
     def __init__(self, owned: Iterable[torch.Tensor], parameters: Iterable[torch.Tensor]) -> None:
         """`owned`: the parameters of optimizers."""
@@ -189,7 +191,7 @@ def _schedulers(lr_scheduler: Any) -> tuple[Any, ...]:
 
 
 def _capable(dataloader: Any) -> Any:
-    # accelerate's loaders have the methods, and pass them on to the loader inside, which most often has none.
+    # accelerate's loaders have the methods, but call those of the loader inside, which usually has none.
     inside = getattr(dataloader, "base_dataloader", dataloader)
     if dataloader is None or (isinstance(dataloader, Stateful) and isinstance(inside, Stateful)):
         return dataloader
@@ -209,7 +211,7 @@ def _checked_states(states: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(name, str) or not name or "." in name or name.startswith("\x1f"):
             raise ConfigError(f"states: expected names without dots, found {name!r}")
         if name in KNOWN:
-            raise ConfigError(f"states: {name!r} is the name of a part of its own", hint=f"pass it as {name}=")
+            raise ConfigError(f"states: {name!r} is the name of a separate argument", hint=f"pass it as {name}=")
         inner = state.value if isinstance(state, PerRank) else state
         if isinstance(inner, OneValue):
             continue

@@ -1,4 +1,4 @@
-"""The compatibility guard: what was declared at save against what is expected at load. Pure."""
+"""Compares what was declared at the save (`compat=`) with what is expected at the load (`expect=`). Pure."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ OnMismatch = Literal["raise", "warn"]
 
 
 def differences(saved: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
-    """One line for each key that both have and that differs; nested mappings key by key.
+    """Returns one line for each key that both have and that differs; nested mappings key by key.
 
-    Only shared keys count: a run may begin to declare more than its older checkpoints do. Below a shared key a
-    mapping is compared as a whole, keys that only one side has included.
+    Only shared keys count at the top: a run may declare more than its older checkpoints do. In a mapping below a shared
+    key, keys that only one side has count too.
     """
     lines: list[str] = []
     for key in expected:
@@ -48,7 +48,7 @@ def _plain(value: Any) -> Any:
 
 
 def guard(step: int, saved: Mapping[str, Any], expected: Mapping[str, Any] | None, on_mismatch: OnMismatch) -> None:
-    """Raises MismatchError where the two differ, or warns where that was asked for."""
+    """Raises MismatchError if the two differ; with `on_mismatch` "warn", logs a warning instead."""
     if on_mismatch not in ("raise", "warn"):
         raise ConfigError(f"on_mismatch: expected 'raise' or 'warn', found {on_mismatch!r}")
     lines = differences(saved, expected or {})
@@ -56,7 +56,9 @@ def guard(step: int, saved: Mapping[str, Any], expected: Mapping[str, Any] | Non
         return
     listed = "".join(f"\n  - {line}" for line in lines)
     if on_mismatch == "warn":
-        log.warning("step %d does not fit what is expected:%s", step, listed)
+        log.warning(
+            "step %d does not fit what is expected (compat= at save, expect= now), and is loaded:%s", step, listed
+        )
         return
     raise MismatchError(
         f"step {step} does not fit what is expected (compat= at save, expect= now):{listed}",

@@ -1,9 +1,9 @@
-"""Least time between saves: rank 0's clock decides, and all ranks follow it without a collective.
+"""Keeps a least time between saves. Rank 0's clock decides, and all ranks follow it without a collective.
 
-Rank 0 looks at its clock whenever it has finished a step. Once enough time has passed since the last save, it writes
-"from the next step on" into the store that torch.distributed keeps for the job. In a synchronous job no rank can finish
-that step before rank 0 has begun it, so each of them finds it there in time, whatever its own clock says. Every save
-uses one such permit up; permits are numbered, so that a rank that is a step behind does not read a later one.
+Rank 0 looks at its clock whenever it has finished a step. Once enough time has passed since the last save, it writes a
+permit, "from the next step on", into the store that torch.distributed keeps for the job. In a synchronous job no rank
+can finish that step before rank 0 has begun it. So each rank finds the permit in time, whatever its own clock says.
+Every save uses up one permit. Permits are numbered, so that a rank that is a step behind does not read a later one.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ class Cooldown:
         clock: Callable[[], float] = time.monotonic,
         store: Store | None = None,
     ) -> None:
-        """`store`: another one than the job's."""
+        """`store`: used instead of the job's."""
         self._seconds = seconds
         self._rank = rank
         self._clock = clock
         self._store = (job_store(name) if store is None else store) if world > 1 and seconds > 0 else None
         self._saved_at: float | None = None
         self._used = 0
-        self._from: int | None = 0  # the present permit holds from this step on; the first save waits for nothing
+        self._from: int | None = 0  # the present permit holds from this step on; None: there is none yet
 
     def permits(self, step: int) -> bool:
-        """Whether a save that is only due by its interval may be taken at `step`. Alike on all ranks."""
+        """Returns True if a save that is due only by its interval may be made at `step`. The same on all ranks."""
         if self._seconds <= 0:
             return True
         if self._from is None and self._store is not None:
@@ -53,7 +53,8 @@ class Cooldown:
         return self._from is not None and step >= self._from
 
     def note(self, step: int, saved: bool) -> None:
-        """`step` was finished, and saved or not. On every rank, at every step, after the decision."""
+        """Notes that `step` was finished, and whether it was saved. Call it on every rank, after each step's
+        decision."""
         if saved:
             self._saved_at, self._from = self._clock(), None
             self._used += 1
@@ -72,12 +73,14 @@ class Cooldown:
         try:
             self._store.set(self._key(), str(first))
         except Exception as error:  # the store died with its rank: the job is ending
-            log.warning("save_cooldown: the other ranks can't be told that saves may go on: %s", error)
+            log.warning("save_cooldown: the other ranks could not be told that the next save may begin: %s", error)
 
     def _read(self) -> int | None:
         try:
             if self._store is not None and self._store.check([self._key()]):
                 return int(self._store.get(self._key()))
         except Exception as error:
-            log.warning("save_cooldown: rank 0 can't be asked whether saves may go on: %s", error)
+            log.warning(
+                "save_cooldown: rank 0 could not be asked whether the next save may begin, so it waits: %s", error
+            )
         return None

@@ -1,4 +1,4 @@
-"""Files of the user's own beside the checkpoints: whole or not at all."""
+"""Writes the user's own files beside the checkpoints, each completely or not at all."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _OURS = (FENCE, HISTORY, IDENTITY, IMPORTED, LATEST, META_JSON, METADATA)
 
 
 def persisted_steps(persist_dir: str | None, job: str) -> set[int]:
-    """Steps of this job that are whole in persist_dir."""
+    """Returns the complete steps of this job in persist_dir."""
     if persist_dir is None:
         return set()
     return {one.step for one in look_around(open_storage(persist_dir), job).ours if not one.problem}
@@ -20,9 +20,9 @@ def persisted_steps(persist_dir: str | None, job: str) -> set[int]:
 def write_file(
     persist_dir: str | None, name: str, contents: str | bytes, *, step: int | None = None, overwrite: bool = False
 ) -> str:
-    """Writes `name` into persist_dir, or into the directory of a persisted `step`; durable when it returns.
+    """Writes `name` into persist_dir, or into the directory of a persisted `step`. Durable when this returns.
 
-    Returns where. Raises ExistsError where it is there already, unless `overwrite`.
+    Returns its path or URL. Raises ExistsError if it exists, unless `overwrite`.
     """
     if persist_dir is None:
         raise ConfigError("write_file: expected persist_dir in the config, found none")
@@ -36,6 +36,6 @@ def write_file(
     if step is not None and there is None:
         raise NotFoundError(f"{persist_dir}: expected the directory of step {step}, found none", step=step)
     if name in (there or {}) and not overwrite:
-        raise ExistsError(f"{persist_dir}/{place}{name}: is there already", hint="pass overwrite=True to replace it")
+        raise ExistsError(f"{persist_dir}/{place}{name}: exists already", hint="pass overwrite=True to replace it")
     storage.put(f"{place}{name}", contents.encode() if isinstance(contents, str) else contents)
     return f"{persist_dir.rstrip('/')}/{place}{name}"

@@ -57,8 +57,8 @@ class OptimizerGate:
         self._copying: SaveHandle | None = None
         # The first caller waits and looks for changes; the others pass after it. Reentrant: a signal handler may wait.
         self._lock = threading.RLock()
-        self._is_shut = False  # save() takes the state: nobody may begin a step
-        self._is_impatient = False  # a step in another thread takes longer than save() waits: it waits once for it
+        self._is_shut = False  # save() is capturing the state: no thread may begin a step
+        self._is_impatient = False  # a step in another thread took too long: save() does not wait for it again
         self._hook: RemovableHandle | None = None
 
     def install(self) -> None:
@@ -77,7 +77,7 @@ class OptimizerGate:
 
     @contextlib.contextmanager
     def shut(self) -> Iterator[None]:
-        """Hold steps that other threads begin meanwhile, and first wait for the end of those that they are in.
+        """Wait until other threads have ended the steps that they are in, and hold those that they begin meanwhile.
 
         Version counters do not show such a step reliably: torch counts a change after it was made.
         """
@@ -122,8 +122,10 @@ class OptimizerGate:
         return held
 
     def retire(self) -> None:
-        """Let the next gate that is installed remove this one. A step may be going through the hooks right now, and a
-        copy that is under way is still waited for."""
+        """Let the next gate that is installed remove this one.
+
+        It can't be removed now: a step may be running the hooks, and has to wait for a copy that is under way.
+        """
         _retired.append(self)
 
     def remove(self) -> None:
@@ -135,7 +137,8 @@ class OptimizerGate:
         if not self._is_impatient:
             self._is_impatient = True
             log.warning(
-                "optimizer.step() of another thread did not end within %.1f s: save() goes on beside it, and the save "
+                "optimizer.step() in another thread did not end within %.1f s: save() does not wait for it, and the "
+                "save "
                 "fails if that step changes a tensor before it is copied",
                 _PATIENCE,
             )

@@ -1,4 +1,4 @@
-"""What a manager has hooked into the process: undone also where the manager is dropped without close()."""
+"""Undoes what a manager has hooked into the process, even if it is dropped without close()."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ if TYPE_CHECKING:
 
 
 class Hooks:
-    """Does not refer to the manager, so that this can be dropped."""
+    """The hooks of one manager. Does not refer to the manager, so that the manager can become garbage."""
 
     def __init__(self, gate: OptimizerGate) -> None:
         self._gate = gate
         self.signals: SignalHandlers | None = None
 
     def drop(self) -> None:
-        """Called when the manager is garbage: in any thread, between any two instructions."""
+        """Undoes the hooks when the manager is garbage. Called in any thread, between any two instructions."""
         self._gate.retire()
         if self.signals is not None:
             self.signals.abandon()

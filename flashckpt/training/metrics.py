@@ -1,4 +1,4 @@
-"""What saving costs and how far it got, as figures; and events for whoever wants to send them somewhere."""
+"""Measures what saves cost and which levels they reach, and sends events to the user's callback."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ _LEVELS = (Level.STAGED, Level.SEALED, Level.REPLICATED, Level.PERSISTED)
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened to one step. Sent on the training thread, at the call that follows it."""
+    """Something that happened to one step. Sent on the training thread, at the next call to the manager."""
 
     # "saved", "held" (optimizer.step() had to wait), a level that was reached, "failed" (a save, its replication or a
     # flush; also once when another launch has taken the job over), "skipped", "loaded"; of replication also "lagging"
     # and "going_on", and of the step that the job stands on "at_risk", "lost" and "healed"
     kind: str
     step: int
-    seconds: float = 0.0  # what it took: of the training thread for "saved" and "held", since the save for a level
+    seconds: float = 0.0  # for "saved" and "held": of the training thread; for a level: since the save
     size_bytes: int = 0
     reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """Of this rank since it started."""
+    """The figures of this rank since its manager was made."""
 
-    saves: dict[str, int] = field(default_factory=dict)  # by outcome
+    saves: dict[str, int] = field(default_factory=dict)  # number by outcome
     blocked_seconds: float = 0.0  # of the training thread, in save() and at the gate, all saves together
     last_blocked_seconds: float = 0.0
     saved_bytes: int = 0
@@ -49,8 +49,8 @@ class Metrics:
     age_seconds: dict[str, float] = field(default_factory=dict)  # of the newest generation at each level
     load_seconds: float = 0.0
     flushes: dict[str, int] = field(default_factory=dict)  # to persist_dir: "done" and "failed"
-    flush_problem: str = ""  # why the last flush failed; "" = it did not, or there was none
-    replications: dict[str, int] = field(default_factory=dict)  # of saves that were good: "done" and "failed"
+    flush_problem: str = ""  # why the last flush failed; "" = it succeeded, or there was none
+    replications: dict[str, int] = field(default_factory=dict)  # of saves with outcome "ok": "done" and "failed"
     replication_problem: str = ""  # why the oldest step that is not replicated yet is not; "" = not known, or none
     overtaken: str = ""  # why no save counts any more: another launch has taken the job over
 
@@ -87,17 +87,17 @@ class Recorder:
         self._send(Event("loaded", result.step, result.timings.total, reason=result.source))
 
     def overtaken(self, step: int, reason: str) -> None:
-        """Sends one "failed" event, also where no save was under way, when another launch takes the job over."""
+        """Sends one "failed" event when another launch takes the job over, even if no save was under way."""
         if reason and not self._overtaken:
             self._send(Event("failed", step, reason=reason))
         self._overtaken = reason
 
     def poll(self) -> None:
-        """Takes note of what happened in the background."""
+        """Counts and sends what has happened in the background since the last call."""
         for end in self.flush_news.take() if self.flush_news is not None else ():
             self._flushes["failed" if end.reason else "done"] += 1
             if end.reason and end.is_new:
-                self._send(Event("failed", end.step, reason=f"not brought to persist_dir: {end.reason}"))
+                self._send(Event("failed", end.step, reason=f"not flushed to persist_dir: {end.reason}"))
         for told in self.replication_news.take() if self.replication_news is not None else ():
             is_failure = told.kind == "failed"
             self._replications["failed"] += is_failure

@@ -1,4 +1,4 @@
-"""The two saves that are waited for: the first step, which has to show that saving works, and the last one."""
+"""Waits for two saves: that of the first step, which has to show that saving works, and the last one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ log = logging.getLogger(__name__)
 
 
 def prove_first(handle: SaveHandle, timeout: float, read_back: Callable[[SaveHandle], object], *, raises: bool) -> None:
-    """A job that can't save, replicate or read back shows it now and not in an hour. Its tensors are copied already."""
+    """Waits until the first save is replicated, and reads it back, so that a job that can't save shows it at once.
+
+    Its tensors are copied already.
+    """
     try:
         outcome = handle.wait(min(Level.REPLICATED, handle.highest_level), timeout)
         if outcome is Outcome.OK:
@@ -32,15 +35,15 @@ def prove_first(handle: SaveHandle, timeout: float, read_back: Callable[[SaveHan
 
 
 def bring_home(handle: SaveHandle, timeout: float, *, to_disk: bool) -> None:
-    """The last snapshot: as far as it gets, within the deadline. Agents go on with the flush when we are gone."""
+    """Waits for the last save to reach its highest level, within the deadline. Agents go on with a flush after that."""
     level = Level.PERSISTED if to_disk and handle.persists else min(Level.REPLICATED, handle.highest_level)
     try:
         outcome = handle.wait(level, timeout)
     except DeadlineError as error:
-        log.warning("step %d, the last: %s", handle.step, error.message)
+        log.warning("step %d, the last save: %s", handle.step, error.message)
     else:
-        log.info("step %d, the last: %s, %s %s", handle.step, handle.level.name.lower(), outcome, handle.reason)
+        log.info("step %d, the last save: %s, %s %s", handle.step, handle.level.name.lower(), outcome, handle.reason)
 
 
 def _complain(handle: SaveHandle, reason: str) -> None:
-    log.error("step %d, the first: saving does not work here: %s", handle.step, reason)
+    log.error("step %d, the first save: saving does not work here: %s", handle.step, reason)

@@ -1,4 +1,4 @@
-"""The model's part of the state: one module, or a list of pipeline parts, as one set of names."""
+"""The model's part of the state: one module, or a list of pipeline parts, under one set of names."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 class ModelState:
-    """A Stateful. Its names are the parameters' own: without wrappers, and the same at any sharding."""
+    """A Stateful. Its names are the parameters' own: without those of wrappers, and the same with any sharding."""
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:
         self.parts = tuple(parts)
         self.renaming = Renaming()  # of the load that is under way
-        self.tied: dict[str, frozenset[str]] = {}  # in it: names of one and the same tensor
-        self.renamings = 0  # how often the names changed: caches of names are dropped then
-        self._names: dict[int, dict[str, str]] = {}  # of each part: state_dict()'s names → the parameters' own
+        self.tied: dict[str, frozenset[str]] = {}  # name → all names of the same tensor, after state_dict()
+        self.renamings = 0  # how often the names changed; caches of names are dropped then
+        self._names: dict[int, dict[str, str]] = {}  # part → state_dict()'s name → the parameter's own
 
     @property
     def has_extra_state(self) -> bool:
@@ -35,11 +35,11 @@ class ModelState:
         return not flat and any(kind.get_extra_state is not nn.Module.get_extra_state for kind in kinds)
 
     def capture(self) -> dict[str, Any]:
-        """For a save."""
+        """Returns the live tensors under the parameters' own names, for a save."""
         return self._collect(quick=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """For a load: the live tensors under the names that the checkpoint has for them."""
+        """Returns the live tensors under the names that the checkpoint has for them, for a load."""
         state = self._collect()
         self.renaming.check(state)
         renamed = {self.renaming.saved_name(fqn): value for fqn, value in state.items()}
@@ -66,10 +66,10 @@ class ModelState:
         return merged
 
     def _told(self, number: int) -> dict[str, Any] | None:
-        """What torch's helper would tell, without finding every name anew: that takes longer than a small copy."""
+        """Returns what torch's helper would return, by remembered names: the helper takes longer than a small copy."""
         part = self.parts[number]
         if any(isinstance(module, FullyShardedDataParallel) for module in part.modules()):
-            return None  # FSDP1 gathers in state_dict(), unless the helper tells it not to
+            return None  # FSDP1 gathers in state_dict(), unless the helper is used
         state: dict[str, Any] = part.state_dict()
         known = self._names.get(number)
         if known is None or known.keys() != state.keys():
@@ -93,7 +93,7 @@ def model_parts(model: Any) -> tuple[nn.Module, ...]:
 
 
 def _ties(state: dict[str, Any]) -> dict[str, frozenset[str]]:
-    """Names that share their memory as a whole, as tied weights do."""
+    """Returns the groups of names whose tensors are exactly the same memory, like tied weights."""
     same: dict[tuple[int, torch.Size, torch.dtype], list[str]] = {}
     for name, value in state.items():
         if isinstance(value, torch.Tensor) and (address := address_of(value)):

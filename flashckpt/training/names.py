@@ -1,4 +1,4 @@
-"""Renaming of keys between a model and a checkpoint. Pure."""
+"""Renames keys between a model and a checkpoint. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ANY = "{}"  # stands for one part of a name, e.g. the number of a layer
 
 
 class Renaming:
-    """Names of the model → names in the checkpoint, whole or by their leading parts; the longest match wins.
+    """Maps names of the model to names in the checkpoint, whole or by their leading parts; the longest match wins.
 
     `{}` stands for one part of a name, and for the same part on the other side:
     `layers.{}.attention.wq` → `model.layers.{}.self_attn.q_proj`. A rule without it wins over one with it.
@@ -39,7 +39,8 @@ class Renaming:
         return bool(self._mapping or self._patterns)
 
     def reversed(self) -> Renaming:
-        """Names in the checkpoint → names of the model. ConfigError where two rules lead to one name."""
+        """Returns the reverse: names in the checkpoint → names of the model. Raises ConfigError if two rules lead to
+        one name."""
         back: dict[str, str] = {}
         for ours, theirs in (*self._mapping.items(), *((".".join(a), ".".join(b)) for a, b in self._patterns.items())):
             if theirs in back:

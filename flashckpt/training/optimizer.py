@@ -1,4 +1,4 @@
-"""The optimizers' part of the state, by the names of their parameters: fits any sharding and any pipeline split."""
+"""The optimizers' part of the state, by the names of the parameters, so that it fits any sharding or pipeline split."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 STATE, GROUPS, TENSORS, OWN = "state", "param_groups", "param_group_tensors", "own"
-_PART, _MODEL = "optimizer", "model"  # keys of a checkpoint begin with them
+_PART, _MODEL = "optimizer", "model"  # first components of keys in a checkpoint
 # Options that schedulers add to a group; all others are the optimizer's or the user's.
 _OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"})
-_NAMES = "param_names"  # torch's own list of names in a group: of this model, not of the checkpoint
+_NAMES = "param_names"  # torch's own list of names in a group; names of this model, not of the checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,18 +46,18 @@ class Owned:
 
     part: nn.Module
     optimizer: torch.optim.Optimizer  # holds the state
-    outer: Any  # what wraps it, or itself: asked for its state dict
+    outer: Any  # its wrapper, or itself; its state_dict() is called
     sharded: bool = False  # the optimizer has only this rank's parameters of `outer`
 
     @property
     def groups(self) -> list[dict[str, Any]]:
-        """The groups of all parameters, also of those whose state other ranks have."""
+        """The groups of all parameters, including those whose state other ranks have."""
         found: list[dict[str, Any]] = self.outer.param_groups if self.sharded else self.optimizer.param_groups
         return found
 
     @property
     def is_flat(self) -> bool:
-        """Whether FSDP1 shards the part: a flat parameter has many names, which only torch's helper knows."""
+        """True if FSDP1 shards the part: a flat parameter has many names, which only torch's helper knows."""
         return any(isinstance(module, FullyShardedDataParallel) for module in self.part.modules())
 
 
@@ -67,17 +67,17 @@ class _Told:
 
     state: dict[str, dict[str, Any]]
     groups: list[dict[str, Any]]  # options, and the names under "params"
-    own: dict[str, Any] = field(default_factory=dict)  # what else its state dict has
+    own: dict[str, Any] = field(default_factory=dict)  # everything else in its state dict
 
 
 @dataclass(frozen=True, slots=True)
 class _Template:
-    """What a load fills for one optimizer."""
+    """One optimizer's state that a load fills."""
 
     owned: Owned
     told: _Told  # before the load
-    kept: frozenset[str]  # names that the checkpoint does not know: their state stays
-    own: bool  # whether the checkpoint has the wrapper's own state
+    kept: frozenset[str]  # names that the checkpoint does not have: their state is not changed
+    own: bool  # True: the checkpoint has the wrapper's own state
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,25 +105,25 @@ class OptimizerState:
 
     Options are by parameter, because a group is not the same in another pipeline split; those of one group are encoded
     once. Options that are tensors (a learning rate under torch.compile) are `param_group_tensors.<parameter>.<name>`.
-    What a wrapper's state dict has beside these is `own.<number of the optimizer>`.
+    Everything else in a wrapper's state dict is `own.<number of the optimizer>`.
 
-    IMPORTANT: nothing here calls the user's step() or a helper that does: hooks and schedulers would count it.
+    IMPORTANT: never call the user's step(), or a helper that does: hooks and schedulers would count it.
     """
 
     def __init__(self, owned: Sequence[Owned]) -> None:
         self.owned = tuple(owned)
         self.renaming = Renaming()  # of the load that is under way
-        self._found: Found | None = None  # what it is loading; None: no optimizer's state
-        self._below: dict[str, Below] = {}  # by the names of parameters in the checkpoint
+        self._found: Found | None = None  # the generation to load from; None: load no optimizer state
+        self._below: dict[str, Below] = {}  # name of a parameter in the checkpoint → its entries
         self._templates: list[_Template] = []
-        self._names: dict[int, _Names] = {}  # by the identity of an optimizer
-        self._parts: dict[int, dict[torch.Tensor, str]] = {}  # by that of a part
-        self._layouts: dict[int, list[str | int]] = {}  # of the parts when the names were found
+        self._names: dict[int, _Names] = {}  # identity of an optimizer → names
+        self._parts: dict[int, dict[torch.Tensor, str]] = {}  # identity of a part of the model → parameter → name
+        self._layouts: dict[int, list[str | int]] = {}  # identity of a part → its layout when the names were found
 
     # --- save -----------------------------------------------------------------------------------------------
 
     def capture(self) -> dict[str, Any]:
-        """For a save. An optimizer that has not taken a step yet is not made to take one: it has options only."""
+        """Returns the state for a save. An optimizer that has not taken a step yet has options only."""
         self._forget_moved_names()
         merged: dict[str, Any] = {STATE: {}, GROUPS: {}, TENSORS: {}, OWN: {}}
         for number, owned in enumerate(self.owned):
@@ -135,7 +135,7 @@ class OptimizerState:
         return _without_empty(merged)
 
     def _tell(self, owned: Owned) -> _Told:
-        """The live state by name, without a copy. Parameters without state are left out."""
+        """Returns the live state by name, without copying it. Leaves out parameters without state."""
         if owned.is_flat:
             return _tell_flat(owned)
         names = self._names_of(owned)
@@ -234,20 +234,20 @@ class OptimizerState:
         live = {str(number) for number, one in enumerate(told) if one.own}
         if saved - live:
             log.warning(
-                "step %d: the own state of the wrapper of optimizer %s is not loaded: there is no such wrapper now",
+                "step %d: the state of the wrapper of optimizer %s itself is not loaded: there is no such wrapper now",
                 found.step,
                 ", ".join(sorted(saved - live)),
             )
         if live - saved:
             log.warning(
-                "step %d: the own state of the wrapper of optimizer %s stays as it is: the step does not have it",
+                "step %d: the state of the wrapper of optimizer %s itself stays as it is: the step does not have it",
                 found.step,
                 ", ".join(sorted(live - saved)),
             )
         return frozenset(prefix + number for number in saved - live)
 
     def state_dict(self) -> dict[str, Any]:
-        """For a load: tensors to fill for all that the checkpoint has of these parameters. Changes no optimizer."""
+        """Returns tensors to fill for everything that the checkpoint has of these parameters. Changes no optimizer."""
         merged: dict[str, Any] = {STATE: {}, GROUPS: {}, TENSORS: {}, OWN: {}}
         self._templates = []
         for number, owned in enumerate(self.owned):
@@ -302,14 +302,14 @@ class OptimizerState:
         return room
 
     def _references(self, owned: Owned) -> dict[str, torch.Tensor]:
-        """Return, by name, the tensors whose form the moments take: the parameters whose state this rank has."""
+        """Return, by name, the parameters whose state this rank has. Moments have the same form."""
         if owned.is_flat:
             return cast("dict[str, torch.Tensor]", get_model_state_dict(owned.part))
         held = {id(p) for group in owned.optimizer.param_groups for p in group["params"]}
         return {name: parameter for name, parameter in self._names_of(owned).pairs() if id(parameter) in held}
 
     def _rehearse(self, owned: Owned) -> dict[str, Any]:
-        log.info("%s: a copy of it takes a step, which shows how its state is nested", type(owned.optimizer).__name__)
+        log.info("%s: a copy of it takes a step, to learn how its state is nested", type(owned.optimizer).__name__)
         state = rehearse(owned.optimizer)
         return {name: state[parameter] for name, parameter in self._names_of(owned).pairs() if parameter in state}
 
@@ -464,7 +464,7 @@ def _read(owned: Owned) -> tuple[dict[torch.Tensor, Any], list[dict[str, Any]], 
 
 
 def _tells_as_it_is(optimizer: Any) -> bool:
-    """Whether state_dict() is torch's own and has no hooks."""
+    """Return True if state_dict() is torch's own and has no hooks."""
     hooks = [getattr(optimizer, f"_optimizer_state_dict_{when}_hooks", None) for when in ("pre", "post")]
     return type(optimizer).state_dict is torch.optim.Optimizer.state_dict and not any(hooks)
 
@@ -543,7 +543,7 @@ def _hand_over_flat(owned: Owned, told: _Told) -> None:
     marker = owned.optimizer.param_groups[0]["params"][0]
     fresh = not owned.optimizer.state
     if fresh:
-        owned.optimizer.state[marker] = {}  # else torch's helper makes it take a step
+        owned.optimizer.state[marker] = {}  # otherwise torch's helper makes it take a step
     try:
         set_optimizer_state_dict(
             owned.part,
@@ -601,7 +601,7 @@ def _without_empty(merged: dict[str, Any]) -> dict[str, Any]:
 
 
 def _group(live: Mapping[str, Any], saved_options: dict[str, Any], saved: dict[str, str]) -> dict[str, Any]:
-    """Return a group's saved options, which its parameters must share; live options where none were saved."""
+    """Return a group's saved options, which its parameters must share. Options that were not saved stay as they are."""
     names = live["params"]
     options = [saved_options[saved[name]] for name in names]
     for name, one in zip(names, options, strict=True):

@@ -1,4 +1,4 @@
-"""When to save. Pure: a step and the settings in, a decision with its reason out."""
+"""Decides when to save. Pure: a step and the settings in, a decision with its reason out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Decision:
     save: bool
-    persist: bool  # bring it to persist_dir too
+    persist: bool  # flush it to persist_dir, too
     reason: str
 
 
@@ -30,9 +30,9 @@ def decide(
     policy: Callable[[int], bool] | None = None,
     cooled: bool = True,
 ) -> Decision:
-    """Every rank has to come to the same answer: nothing here looks at a clock or at this rank's progress.
+    """Decides about one step, alike on every rank: it looks neither at a clock nor at this rank's progress.
 
-    `cooled`: enough time has passed since the last save, as rank 0 said to all.
+    `cooled`: enough time has passed since the last save, by rank 0's clock.
     """
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
         raise ConfigError(f"step: expected an integer from 0 on, found {step!r}")
@@ -68,7 +68,7 @@ def _due_on_disk(step: int, config: CheckpointConfig) -> bool:
 
 
 def power2_window(start: int, stop: int) -> Callable[[int], bool]:
-    """A policy: at `start` and `start + 2^k` up to `stop`, where loss curves change fastest."""
+    """Returns a policy that saves at `start` and `start + 2^k` up to `stop`, where loss curves change fastest."""
     if not 0 <= start < stop:
         raise ValueError(f"window: expected 0 <= start < stop, found {start} and {stop}")
 

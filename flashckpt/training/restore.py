@@ -1,4 +1,4 @@
-"""What a load takes of the checkpoint it found, decided before a tensor is read."""
+"""Decides, before a tensor is read, which parts of a checkpoint a load takes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def wrap_extra(
     compat: Mapping[str, Any] | None,
     permanent: bool = False,
 ) -> dict[str, Any]:
-    """The user's extra with the manager's entries beside it."""
+    """Returns the user's `extra` with the manager's entries added."""
     if extra is not None and not isinstance(extra, Mapping):
         raise ConfigError(f"extra: expected a mapping, found a {type(extra).__name__}")
     if compat is not None and not isinstance(compat, Mapping):
@@ -43,7 +43,7 @@ def wrap_extra(
 
 
 def unwrap_extra(extra: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(the user's extra, the manager's entry); what somebody else saved has no entry."""
+    """Returns (the user's extra, the manager's entry). The entry is empty if no manager saved it."""
     if not isinstance(extra, Mapping):
         return {}, {}
     user = dict(extra)
@@ -54,17 +54,17 @@ def unwrap_extra(extra: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class LoadWish:
-    """What the caller of `load` asked for."""
+    """The arguments of a manager's load()."""
 
     parts: tuple[str, ...]  # of the manager, without those excluded
-    kept: tuple[str, ...]  # parts that have no owner yet; taken where they are there
+    kept: tuple[str, ...]  # parts that have no owner yet; loaded if they were saved
     strict: bool
     expect: Mapping[str, Any] | None
     on_mismatch: OnMismatch
 
 
 def choose_parts(wish: LoadWish, saved: Collection[str], step: int) -> tuple[tuple[str, ...], str]:
-    """The parts to load, and why not all. Raises MissingKeyError for one that must not be missing."""
+    """Returns the parts to load, and why not all. Raises MissingKeyError for a part that must not be missing."""
     absent = [part for part in wish.parts if part not in saved]
     needed = [part for part in absent if part not in (RNG, DATALOADER)]
     if step == 0 and MODEL not in absent:
@@ -88,16 +88,17 @@ def _some(names: Collection[str]) -> str:
 def screen(
     found: Found, wish: LoadWish, model: ModelState | None, optimizer: OptimizerState | None
 ) -> Callable[[str], bool]:
-    """Checks what is to be loaded and returns the keys. Passes it to the optimizer, which prepares tensors for it."""
+    """Checks a generation and returns a function that says which keys to load. The optimizer prepares tensors for
+    it."""
     _, ours = unwrap_extra(found.extra)
     guard(found.step, ours.get("compat", {}), wish.expect, wish.on_mismatch)
     saved = set(ours.get("parts", ())) or {key.partition(".")[0] for key in found.keys}
     parts, reason = choose_parts(wish, saved, found.step)
     if reason:
         log.warning("step %d: %s", found.step, reason)
-    left = sorted(saved - set(parts)) if len(saved) < 64 else []  # a foreign one may have no parts at all
+    left = sorted(saved - set(parts)) if len(saved) < 64 else []  # a foreign checkpoint may have no parts at all
     if left:
-        log.info("step %d: left as they are: %s", found.step, ", ".join(left))
+        log.info("step %d: parts of it that are not loaded: %s", found.step, ", ".join(left))
     chosen = frozenset(parts)
     ignored: frozenset[str] = frozenset()
     if optimizer is not None:
@@ -105,7 +106,7 @@ def screen(
     spare: list[frozenset[str]] = []
 
     def keep(key: str) -> bool:
-        if not spare:  # not before: the model finds tied names in state_dict()
+        if not spare:  # not earlier: the model finds tied names in state_dict()
             spare.append(_tied_to_others(found.keys, model))
         return key.partition(".")[0] in chosen and key not in spare[0] and key not in ignored
 
@@ -113,7 +114,7 @@ def screen(
 
 
 def _tied_to_others(keys: Collection[str], model: ModelState | None) -> frozenset[str]:
-    """Keys that the checkpoint has under another name of the same tensor: who saved it stored tied weights once."""
+    """Returns keys that the checkpoint has under another name of the same tensor: tied weights may be stored once."""
     tied = {} if model is None else model.tied
     return frozenset(
         f"{MODEL}.{name}"

@@ -1,4 +1,4 @@
-"""The random number generators of one rank: Python, NumPy, torch on the CPU, and every accelerator of the process."""
+"""Saves and restores the random number generators of one rank: Python, NumPy, torch on the CPU and CUDA devices."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ log = logging.getLogger(__name__)
 
 
 def capture_rng() -> dict[str, Any]:
-    """As plain values: a few kilobytes, taken without a device's help except for its own generators."""
+    """Returns the state of all generators as plain values of a few kilobytes. Reads devices only for their own."""
     version, words, gauss = random.getstate()
-    # As bytes: 625 integers take longer to encode, at every save, than all the rest.
+    # As bytes: encoding 625 integers at every save takes longer than everything else here.
     state: dict[str, Any] = {
         "python": (version, array("I", words).tobytes(), gauss),
         "torch": _to_bytes(torch.get_rng_state()),
@@ -31,7 +31,7 @@ def capture_rng() -> dict[str, Any]:
 
 
 def restore_rng(state: dict[str, Any]) -> None:
-    """Sets what was saved; a generator that was not saved keeps its state, with a warning."""
+    """Sets the saved state. A generator that was not saved keeps its own; logs a warning if CUDA devices differ."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(array("I", words)) if isinstance(words, bytes) else words, gauss))
     torch.set_rng_state(_to_tensor(state["torch"]))
@@ -43,7 +43,11 @@ def restore_rng(state: dict[str, Any]) -> None:
     saved = state.get("cuda", [])
     here = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if len(saved) != here and (saved or _cuda_in_use()):
-        log.warning("random state of %d CUDA devices was saved, this process has %d", len(saved), here)
+        log.warning(
+            "random state: expected that of this process's %d CUDA devices, found that of %d; the others keep theirs",
+            here,
+            len(saved),
+        )
     for device, one in enumerate(saved[:here]):
         torch.cuda.set_rng_state(_to_tensor(one), device)
 

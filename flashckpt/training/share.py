@@ -1,4 +1,4 @@
-"""What a rank that is new in a larger world gets of per-rank state: rank 0's data loader."""
+"""Gives ranks that are new in a larger world the position of rank 0's data loader."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ _KEY = "dataloader"
 
 
 def dataloader_of_rank_0(dataloader: Opaque, group: PrivateGroup, saved_world: int) -> None:
-    """Ranks from `saved_world` on take over the position of rank 0's loader: it has come as far. Collective."""
+    """Loads the state of rank 0's loader on ranks from `saved_world` on, which have none of their own. Collective."""
     mine = b""
     if group.rank == 0 and dataloader.filled:
         mine = pack(Flat(values={_KEY: dataloader.value}), None, False)
     shared = group.gather(mine, "handing on the data loader's state")[0]
     if group.rank >= saved_world and shared:
         log.warning(
-            "rank %d is new (saved by %d ranks): its data loader goes on from rank 0's", group.rank, saved_world
+            "rank %d is new (saved by %d ranks): its data loader continues at the position of rank 0's",
+            group.rank,
+            saved_world,
         )
         dataloader.load_state_dict(OneValue(unpack(shared).values[_KEY]))

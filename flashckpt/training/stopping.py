@@ -1,7 +1,7 @@
-"""Stopping on a signal: all ranks take a last snapshot of the same step, whoever of them got the signal.
+"""Stops the training on a signal: all ranks save the same last step, whichever rank got the signal.
 
-Ranks of a synchronous job are at most one step apart. A rank that was signalled names the step after its own, in the
-store that torch.distributed keeps for the job; every rank looks there once a step. No rank can finish that step
+Ranks of a synchronous job are at most one step apart. A rank that was signalled writes the step after its own into the
+store that torch.distributed keeps for the job; every rank looks there once per step. No rank can finish that step
 before the signalled one has begun it, so each of them learns of it in time. No collective is needed.
 """
 
@@ -30,14 +30,14 @@ _KEY = "stop-at-step"
 
 
 class StopBoard:
-    """Where the ranks of a launch agree on the step to stop at. Alone, a process agrees with itself."""
+    """Agrees with the other ranks of the launch on the step to stop at. With one rank, no store is needed."""
 
     def __init__(self, name: str, world: int) -> None:
         self._store = job_store(name) if world > 1 else None
         self._agreed: int | None = None
 
     def propose(self, step: int) -> int:
-        """The signalled rank has finished `step`. Returns the step that all ranks stop at."""
+        """Propose to stop, after this rank was signalled and has finished `step`. Returns the step that all stop at."""
         if self._agreed is None:
             if self._store is None:
                 self._agreed = step
@@ -52,13 +52,13 @@ class StopBoard:
 
 
 def job_store(name: str) -> Store:
-    """The store that torch.distributed keeps for the job, for one launch of ours."""
+    """Returns the store that torch.distributed keeps for the job, with a prefix for one launch."""
     # torch has no public name for it; torchft and torchelastic reach it the same way.
     return PrefixStore(f"flashckpt/{name}", dist.distributed_c10d._get_default_store())
 
 
 class SignalHandlers:
-    """Handlers of this process. They only take a note; `manager.save` acts on it at the step's end."""
+    """The signal handlers of this process. They only note the signal; `manager.save` acts on it at the step's end."""
 
     def __init__(self, signals: Sequence[int], deadline: float, board: StopBoard, exit_code: int | None) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -91,7 +91,7 @@ class SignalHandlers:
 
     @property
     def requested(self) -> bool:
-        """This process got a signal, or another rank did."""
+        """True if this process or another rank got a signal."""
         return self._noticed is not None
 
     @property
@@ -105,13 +105,15 @@ class SignalHandlers:
         return max(0.0, self._deadline - since)
 
     def is_final(self, step: int) -> bool:
-        """Whether `step`, which has just been finished, is the one to stop at. Asked once a step."""
+        """Return True if `step`, which was just finished, is the one to stop at. Called once per step."""
         if self._finished:
             return False
         try:
             target = self._board.propose(step) if self._received else self._board.read()
         except Exception as error:  # the store died with its rank: the job is ending anyway
-            log.warning("can't agree with the other ranks on where to stop (%s): stopping here if signalled", error)
+            log.warning(
+                "can't agree with the other ranks on the step to stop at (%s): stopping here if signalled", error
+            )
             target = step if self._received else None
         if target is None:
             return False
@@ -119,7 +121,7 @@ class SignalHandlers:
             self._noticed = time.monotonic()
             log.info("another rank was signalled: stopping after step %d", target)
         if step > target:
-            log.warning("step %d is beyond step %d, where all ranks were to stop: this snapshot is late", step, target)
+            log.warning("step %d is beyond step %d, where all ranks were to stop: the last save is late", step, target)
         return step >= target
 
     def finish(self) -> None:
@@ -128,12 +130,12 @@ class SignalHandlers:
     def restore(self) -> None:
         """Puts the previous handlers back. May be called twice."""
         for number, previous in self._previous.items():
-            if signal.getsignal(number) == self._note:  # else somebody has replaced ours since
+            if signal.getsignal(number) == self._note:  # otherwise it was replaced since
                 signal.signal(number, signal.SIG_DFL if previous is None else previous)
         self._previous.clear()
 
     def abandon(self) -> None:
-        """The manager is gone, so that nobody acts on a signal: put the previous handlers back, here or in `_note`."""
+        """Put the previous handlers back, here or in `_note`: the manager is gone and can't act on a signal."""
         self._abandoned = True
         if threading.current_thread() is threading.main_thread():
             self.restore()
@@ -152,9 +154,9 @@ def install_signal_handlers(
     deadline: float = 60.0,
     exit_code: int | None = None,
 ) -> SignalHandlers:
-    """On one of `signals`, on any rank: a last snapshot at the end of the step, replicated and flushed.
+    """Makes all ranks save, replicate and flush a last step when any rank gets one of `signals`.
 
-    `deadline` seconds after the signal nothing is waited for any more. Afterwards `manager.stop_requested` is True,
-    for the loop to end; with `exit_code` `save` raises SystemExit instead. Needs `manager.save(step)` at every step.
+    Nothing waits longer than `deadline` seconds after the signal. Afterwards `manager.stop_requested` is True, so that
+    the loop can end; with `exit_code`, `save` raises SystemExit instead. Needs `manager.save(step)` at every step.
     """
     return manager.install_signal_handlers(signals, deadline=deadline, exit_code=exit_code)

@@ -1,4 +1,4 @@
-"""Refuses a save of a state that a load could not fill, because its structure is another one than when it was new."""
+"""Refuses to save a state whose structure has changed since load(): a restarted process could not load it."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ log = logging.getLogger(__name__)
 
 
 class Structures:
-    """Knows how the entries of `states` looked when load() was called, or at the last save.
+    """Remembers the structure of the entries of `states` when load() was called, or at the last save.
 
-    A load fills what it finds, key by key. A process that is started anew has what this one had at its load(): what
-    has other keys or shapes by the time of a save could not be loaded.
+    A load fills the live entries key by key. A restarted process has the structure that this one had at its load().
+    So a save with other keys or shapes could not be loaded.
     """
 
     def __init__(self, model: ModelState | None = None) -> None:
-        self._model = model  # None: there is none, or it was checked
-        self._new: dict[str, Structure] = {}  # when the manager was made; not of all
+        self._model = model  # None: there is none, or it was checked already
+        self._new: dict[str, Structure] = {}  # when the manager was made; only of entries that note_new() may read
         self._known: dict[str, Structure] = {}
         self._when: dict[str, str] = {}
         self._checked: tuple[object, list[str]] | None = None  # plan and values of the last save
 
     def note_new(self, states: Mapping[str, Any]) -> None:
-        """Note how entries look when the manager is made, without calling anybody's own state_dict()."""
+        """Note the structure of entries when the manager is made, without calling the user's own state_dict()."""
         for name, state in states.items():
             if _is_plain(state):
                 with contextlib.suppress(FlashError):  # a save will refuse it, if it is still there
                     self._new[name] = structure_of(flatten({name: state}, keys_only=True))
 
     def note(self, states: Mapping[str, Any], when: str) -> None:
-        """Note how entries look that a load is about to fill. An entry that can't be read yet is left out."""
+        """Note the structure of entries that a load is about to fill. Leaves out an entry that can't be read yet."""
         for name, state in states.items():
             try:
                 structure = structure_of(flatten({name: state}, keys_only=True))
@@ -57,7 +57,7 @@ class Structures:
         self._checked = None
 
     def check(self, names: Collection[str], flat: Flat, plan: object, step: int) -> None:
-        """Raise UnsupportedValueError if an entry has another structure than known. Note entries that are not.
+        """Raise UnsupportedValueError if an entry has another structure than noted. Note entries that are new.
 
         The first call checks the model too.
         """
@@ -71,7 +71,7 @@ class Structures:
         for name in names:
             now = {key: what for key, what in found.items() if key == name or key.startswith(f"{name}.")}
             if name not in self._known and self._new.get(name, now) != now:
-                # No error: a process that loads may change it between the two as well.
+                # No error: a process that loads may make the same change before its load().
                 log.warning(
                     "states[%r] has another structure than when the manager was made: %s. A process that is started "
                     "anew can load step %d only if it has these keys before load(); flashckpt.Whole(…) saves the entry "
@@ -93,9 +93,9 @@ class Structures:
 
 
 def _check_model(model: ModelState, flat: Flat) -> None:
-    """Raise StructureError if the model's state_dict() gives other keys or shapes than it has just given.
+    """Raise StructureError if two calls in a row of the model's state_dict() give different keys or shapes.
 
-    Only the extra state of a module may do that: parameters and buffers are what they are.
+    Only the extra state of modules can do that, not parameters and buffers.
     """
     if not model.has_extra_state:
         return
@@ -103,15 +103,16 @@ def _check_model(model: ModelState, flat: Flat) -> None:
     now = {key: what for key, what in structure_of(flat).items() if key == MODEL or key.startswith(f"{MODEL}.")}
     if known != now:
         raise StructureError(
-            "model: expected state_dict() to give the same structure when it is asked twice, because a load could not "
-            f"fill anything else; found {difference(known, now)}",
+            "model: expected the same structure from two calls of state_dict() in a row, because a load can't fill "
+            "another "
+            f"one; found {difference(known, now)}",
             hint="let get_extra_state() of the module return the same keys and shapes at each call",
             key=first_difference(known, now),
         )
 
 
 def _is_plain(value: Any) -> bool:
-    """Return True if nobody's own code runs when it is flattened: containers, tensors, values, torch's optimizers."""
+    """Return True if flattening runs no code of the user: containers, tensors, values and torch's optimizers."""
     if isinstance(value, (PerRank, OneValue)):
         return isinstance(value, OneValue) or _is_plain(value.value)
     if isinstance(value, torch.optim.Optimizer):

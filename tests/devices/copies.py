@@ -165,7 +165,11 @@ def test_the_ring_is_taken_for_good_where_registration_fails(caplog, copier):
 def test_the_log_says_once_which_way_is_taken(caplog, monkeypatch, copier):
     caplog.set_level(logging.INFO)
     tensor = torch.arange(1000).to("sim:0")
-    for way, said in (("registered", "straight into the slots"), ("ring", "no way is known"), ("plain", "slow")):
+    for way, said in (
+        ("registered", "directly into the slots"),
+        ("ring", "flashckpt can't register"),
+        ("plain", "slow"),
+    ):
         if way == "plain":
             without_pinned_memory(monkeypatch)
         caplog.clear()

@@ -28,7 +28,7 @@ def test_a_save_on_rank_0_only_is_named_and_its_end_is_loud(nursery, memory_dir)
         assert "rank 1 has not called save()" in found[step][2]
         assert 5 < found[step][1] < 9
     for step in (3, 4, 5, 6):
-        assert "not waited for rank 1" in found[step][2]
+        assert "did not wait for rank 1" in found[step][2]
         assert found[step][1] < 1
     assert "NO CHECKPOINT WAS SAVED: 6 of 6 saves failed" in job.outputs[0]
     assert "rank 1 of 2: rank 1 has not called save()" in job.outputs[1]
@@ -46,7 +46,7 @@ def test_a_rank_that_stops_saving_is_waited_for_twice_and_saves_go_on_when_it_is
     waited = [step for step, (_, seconds, _) in found.items() if seconds > 3]
     assert len(waited) == 2
     assert all("rank 1 has not called save() since step 2" in found[step][2] for step in waited)
-    assert "waits for memory since" in job.outputs[0]
+    assert "s for memory: " in job.outputs[0]
     assert [said[0] for said in job.said("loaded")] == [["13"]] * 2
 
 

@@ -88,7 +88,7 @@ def test_a_failed_flush_is_heard_of_everywhere(job, memory_dir, tmp_path, break_
     assert reason in caught.value.message
     wait_until(lambda: manager.metrics().flushes["failed"] >= 2, "another attempt")
     assert reason in persist_status(memory_dir)["problem"]
-    warnings = [one for one in caplog.records if "was not brought to persist_dir" in one.getMessage()]
+    warnings = [one for one in caplog.records if "was not flushed to persist_dir" in one.getMessage()]
     assert len(warnings) == 1
     assert reason in warnings[0].getMessage()
     failed = [event for event in events if event.kind == "failed"]

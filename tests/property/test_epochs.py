@@ -76,7 +76,7 @@ def test_an_epoch_that_a_wrong_clock_has_left_goes_on():
 
 def test_the_last_epoch():
     assert agree_epoch(LAST_EPOCH - 1, {"a": NOW}) == LAST_EPOCH
-    with pytest.raises(ConfigError, match="no launch could be above it"):
+    with pytest.raises(ConfigError, match="no later launch could be above it"):
         agree_epoch(LAST_EPOCH, {"a": NOW})
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from flashckpt import native
 from flashckpt.errors import CorruptShardError
-from flashckpt.load.fetch_into_tensors import Landing
+from flashckpt.load.fetch_into_tensors import TensorSink
 from flashckpt.move.stage import Table
 from flashckpt.types import ChunkRange, Generation, Retrieval, ShardId
 
@@ -20,7 +20,7 @@ HEAD, CHUNK = 4096, 1024
 
 
 class Area:
-    """A data area, where parts of it belong, and a landing that knows its checksums."""
+    """A data area, where parts of it belong, and a sink that knows its checksums."""
 
     def __init__(self, length, pieces):
         self.data = np.random.default_rng(length).integers(0, 256, length, dtype=np.uint8)
@@ -31,8 +31,8 @@ class Area:
         rows = [(at, self.found.ctypes.data + at, count) for at, count in pieces]
         shard = ShardId(Generation(1, 2, 3, 1), 0, 1)
         retrieval = Retrieval(shard, b"d" * 16, 7, HEAD + length, False, ())
-        self.landing = Landing("job", retrieval, np.array(rows, dtype=np.int64).reshape(-1, 3))
-        self.landing.take_head(Table(HEAD, CHUNK, self.crcs), None)
+        self.sink = TensorSink("job", retrieval, np.array(rows, dtype=np.int64).reshape(-1, 3))
+        self.sink.take_head(Table(HEAD, CHUNK, self.crcs), None)
 
     def frame(self, first, count):
         return bytes(self.data[first * CHUNK : (first + count) * CHUNK])
@@ -49,14 +49,14 @@ class Area:
 
     def bring(self, first, data, by_socket):
         if not by_socket:
-            self.landing.put_chunks(first, data)
+            self.sink.put_chunks(first, data)
             return
         here, there = socket.socketpair()
         with here, there:
             sender = threading.Thread(target=there.sendall, args=(data,))
             sender.start()
             try:
-                assert self.landing.receive(first, len(data), here.fileno(), memoryview(bytearray(2 * CHUNK)))
+                assert self.sink.receive(first, len(data), here.fileno(), memoryview(bytearray(2 * CHUNK)))
             finally:
                 sender.join()
 
@@ -91,7 +91,7 @@ def test_whatever_comes_lands_where_it_belongs(data):
     for first, count in data.draw(frames(area.chunks)):
         area.bring(first, area.frame(first, count), data.draw(st.booleans()))
         here |= set(range(first, first + count))
-        missing = area.landing.missing([ChunkRange(0, area.chunks)])
+        missing = area.sink.missing([ChunkRange(0, area.chunks)])
         assert {i for one in missing for i in range(one.first, one.first + one.count)} == set(range(area.chunks)) - here
         assert np.array_equal(area.found, area.expected(here))
 
@@ -107,7 +107,7 @@ def test_a_bad_chunk_is_missing_still_and_touches_nothing(data):
     with pytest.raises(CorruptShardError, match=f"chunk {at // CHUNK}"):
         area.bring(0, bytes(spoiled), data.draw(st.booleans()))
     bad = at // CHUNK
-    assert area.landing.missing([ChunkRange(0, area.chunks)]) == (ChunkRange(bad, 1),)
+    assert area.sink.missing([ChunkRange(0, area.chunks)]) == (ChunkRange(bad, 1),)
     assert np.array_equal(area.found, area.expected(set(range(area.chunks)) - {bad}))
 
 
@@ -124,4 +124,4 @@ def test_frames_that_are_no_chunks_are_refused(first, size):
 
 def test_a_lane_with_little_scratch_lets_them_be_put():
     area = Area(CHUNK, [(0, CHUNK)])
-    assert not area.landing.receive(0, CHUNK, -1, memoryview(bytearray(2 * CHUNK - 1)))
+    assert not area.sink.receive(0, CHUNK, -1, memoryview(bytearray(2 * CHUNK - 1)))

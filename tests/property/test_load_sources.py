@@ -87,7 +87,7 @@ def ranges_of(wanted):
 
 def by_agents(needs):
     """What whole nodes need, by way of their agents."""
-    return {Fetcher(node, node, straight=False): lacking for node, lacking in needs.items()}
+    return {Fetcher(node, node, into_tensors=False): lacking for node, lacking in needs.items()}
 
 
 @given(clusters())
@@ -201,26 +201,26 @@ def test_every_rank_gets_what_it_needs_from_itself_or_its_agent(data):
         lacking = [rank for rank in some if wanted[rank]]
         if not lacking:
             assert not here
-        elif all(fetcher.straight for fetcher in here):
-            assert here == {Fetcher(node, rank, straight=True): needs[rank] for rank in lacking}
+        elif all(fetcher.into_tensors for fetcher in here):
+            assert here == {Fetcher(node, rank, into_tensors=True): needs[rank] for rank in lacking}
             assert all(able[rank] for rank in lacking)
         else:
             assert here == {
-                Fetcher(node, some[0], straight=False): union([needs[r] for r in some], {0: 31, 1: 31, 2: 31})
+                Fetcher(node, some[0], into_tensors=False): union([needs[r] for r in some], {0: 31, 1: 31, 2: 31})
             }
 
 
 def test_ranks_that_need_the_same_chunks_have_their_agent_fetch_them():
     whole, half, other = ({0: (ChunkRange(first, count),)} for first, count in ((0, 8), (0, 4), (4, 4)))
     chunks = {0: 8}
-    assert {one.straight for one in deal_out([half, other], [True] * 2, [(0, 1)], chunks)} == {True}
-    assert {one.straight for one in deal_out([whole, whole], [True] * 2, [(0, 1)], chunks)} == {False}
-    assert {one.straight for one in deal_out([whole, whole], [True] * 2, [(0,), (1,)], chunks)} == {True}
-    assert {one.straight for one in deal_out([half, other], [True, False], [(0, 1)], chunks)} == {False}
+    assert {one.into_tensors for one in deal_out([half, other], [True] * 2, [(0, 1)], chunks)} == {True}
+    assert {one.into_tensors for one in deal_out([whole, whole], [True] * 2, [(0, 1)], chunks)} == {False}
+    assert {one.into_tensors for one in deal_out([whole, whole], [True] * 2, [(0,), (1,)], chunks)} == {True}
+    assert {one.into_tensors for one in deal_out([half, other], [True, False], [(0, 1)], chunks)} == {False}
 
 
-def test_what_goes_straight_into_tensors_is_no_more_than_they_need():
-    needs = {Fetcher(1, 1, straight=True): {0: (ChunkRange(0, 99),)}}
+def test_what_goes_into_tensors_is_no_more_than_they_need():
+    needs = {Fetcher(1, 1, into_tensors=True): {0: (ChunkRange(0, 99),)}}
     places = [NodePlace("n0", ""), NodePlace("n1", "")]
     ((one,),) = plan_retrievals(needs, copies([[0]], [100]), catalogue([100]), places).values()
     assert not one.whole

@@ -10,7 +10,7 @@ import enum
 from typing import TYPE_CHECKING
 
 from flashckpt.errors import AmbiguousHistoryError, NotFoundError
-from flashckpt.load.choose import choose, whole
+from flashckpt.load.choose import choose, complete_generations
 from flashckpt.load.histories import anew, pick
 from flashckpt.load.inventory import merge
 from flashckpt.protocol.events import (
@@ -324,7 +324,7 @@ class Job:
     def _pick(self, launch: SimLaunch, inventory: Inventory) -> tuple[Pick, Choice] | None:
         """The history to go on with, and what may be loaded of it. None: a person could not say."""
         world, rng = self.world, self.world.rng
-        facts = (inventory.lines, whole(inventory), inventory.launches())
+        facts = (inventory.lines, complete_generations(inventory), inventory.launches())
         step: int | None = None
         try:
             picked = pick(*facts)
@@ -395,7 +395,7 @@ class Job:
         reader = SimLaunch(0, Launch(1 << 40, self.nonce_of()), members, [1] * len(members), False)
         before = [_contents(machine) for machine in members]
         inventory = merge([m.name for m in members], [m.inventory() for m in members])
-        facts = (inventory.lines, whole(inventory), inventory.launches())
+        facts = (inventory.lines, complete_generations(inventory), inventory.launches())
         try:
             picked = pick(*facts)
         except AmbiguousHistoryError:

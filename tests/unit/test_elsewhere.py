@@ -229,7 +229,7 @@ def test_an_optimizer_by_numbers_is_refused_with_the_way_out(trained, memory_dir
     with manager:
         with pytest.raises(flashckpt.MissingKeyError, match="optimizer"):
             manager.load(path=str(tmp_path / "their"))
-        assert "numbers instead of names" in caplog.text
+        assert "numbered instead of named" in caplog.text
         manager.load(path=str(tmp_path / "their"), exclude_from_loading=["optimizer", "lr_scheduler"])
         assert same(other, model)
 

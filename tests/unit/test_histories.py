@@ -86,7 +86,7 @@ def test_a_stray_launch_with_something_of_its_own_is_asked_about_by_both_names()
         assert caught.value.histories == (name_of(STRANGER), name_of(B))
         assert caught.value.steps == (3, 25)
         assert "began with nothing" in str(caught.value)
-        assert "nothing of them was changed" in caught.value.hint
+        assert "nothing was changed" in caught.value.hint
 
 
 def test_a_stray_launch_with_nothing_whole_is_no_rival():
@@ -95,7 +95,7 @@ def test_a_stray_launch_with_nothing_whole_is_no_rival():
     assert picked.line == A_B
     assert picked.given_up == (), "nobody has chosen: it is left as it is"
     assert candidates(picked, whole) == whole
-    assert "of another history" in picked.why_not(at(STRANGER, 3))
+    assert "belongs to another history" in picked.why_not(at(STRANGER, 3))
 
 
 def test_a_later_launch_that_began_with_nothing_is_no_heir():
@@ -163,7 +163,7 @@ def test_a_name_that_is_nobodys_or_more_than_one_is_refused_with_those_there_are
     stray = begun(Launch(15, 0x0E << 56))
     with pytest.raises(NotFoundError, match=f"found {found} among") as caught:
         pick([begun(Launch(10, 0x0A << 56)), stray], [at(stray.head, 3)], history=name)
-    assert f"{0x0A << 56:016x} (nothing whole)" in str(caught.value)
+    assert f"{0x0A << 56:016x} (nothing complete)" in str(caught.value)
     assert f"{0x0E << 56:016x} (newest step 3)" in str(caught.value)
 
 

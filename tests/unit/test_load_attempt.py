@@ -56,9 +56,9 @@ def test_a_rank_above_all_that_saved_reads_what_all_share(rank):
 @pytest.mark.parametrize(
     ("fetcher", "reads"),
     [
-        pytest.param(Fetcher(1, 1, straight=False), True, id="another node's agent fetches"),
-        pytest.param(Fetcher(0, 1, straight=True), True, id="another rank here fetches for itself"),
-        pytest.param(Fetcher(0, 1, straight=False), False, id="this node's agent fetches for another rank"),
+        pytest.param(Fetcher(1, 1, into_tensors=False), True, id="another node's agent fetches"),
+        pytest.param(Fetcher(0, 1, into_tensors=True), True, id="another rank here fetches for itself"),
+        pytest.param(Fetcher(0, 1, into_tensors=False), False, id="this node's agent fetches for another rank"),
     ],
 )
 def test_who_waits_for_nothing_reads_while_others_fetch(fetcher, reads):

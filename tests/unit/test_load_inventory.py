@@ -37,7 +37,7 @@ def test_generations_of_several_nodes_are_matched_by_what_they_are():
 def test_a_copy_of_a_generation_that_its_node_did_not_name_is_refused(number, others):
     """It must not become a copy of what the next node named."""
     encoded = [with_index(told(OLD), number), *others]
-    with pytest.raises(InternalError, match="a copy of a generation that its node did not name"):
+    with pytest.raises(InternalError, match="expected copies of the generations that it lists"):
         merge(["a", "b"], encoded)
 
 

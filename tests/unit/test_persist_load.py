@@ -373,7 +373,7 @@ def test_a_damaged_history_costs_no_step_and_is_set_aside(memory_dir, out, caplo
     with open_checkpointer(memory_dir, out) as checkpointer:
         assert checkpointer.load(blank(), read_only=True).step == 4, "that it was abandoned is not known any more"
         assert f"{name}: expected" in caplog.text
-        assert "load(step=…) takes the one that you name" in caplog.text
+        assert "load(step=…) loads the one that you name" in caplog.text
         assert (out / name).read_text() == content
         live = blank()
         assert checkpointer.load(live, step=3).step == 3

@@ -63,7 +63,7 @@ def test_saves_stop_waiting_until_the_missing_rank_was_seen_again():
     for step in (2, 3):
         for error in ranks.call({0: step, 2: step}, timeout=60).values():
             assert isinstance(error, OtherRankError)
-            assert "not waited for rank 1" in error.message
+            assert "did not wait for rank 1" in error.message
     # It is back at step 4; whichever rank looks first, all wait from step 5 on.
     back = ranks.call({1: 4}, timeout=60)
     assert "wait again" in back[1].message

@@ -90,4 +90,4 @@ def test_generators_of_an_accelerator_in_use_are_saved_and_set(monkeypatch, capl
     set_to.clear()
     restore_rng(state)
     assert set_to == {0: [1, 2]}
-    assert "random state of 2 CUDA devices was saved, this process has 1" in caplog.text
+    assert "random state: expected that of this process's 1 CUDA devices, found that of 2" in caplog.text

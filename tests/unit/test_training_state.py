@@ -251,7 +251,7 @@ def test_parts_and_what_is_per_rank():
 def test_bad_parts():
     model = nn.Linear(2, 2)
     for states, message in (
-        ({"model": {}}, "is the name of a part of its own"),
+        ({"model": {}}, "is the name of a separate argument"),
         ({"a.b": {}}, "names without dots"),
         ({"x": 5}, "expected a mapping"),
     ):

@@ -78,4 +78,4 @@ def test_a_rank_whose_store_is_gone_stops_at_its_own_step_and_says_so(caplog):
     assert not one.is_final(4)
     one._note(signal.SIGTERM, None)
     assert one.is_final(5)
-    assert "can't agree with the other ranks on where to stop (connection reset)" in caplog.text
+    assert "can't agree with the other ranks on the step to stop at (connection reset)" in caplog.text

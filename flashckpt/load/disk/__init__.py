@@ -1,1 +1,1 @@
-"""The slowest tier of a load: checkpoints on disk or in an object store."""
+"""Loads checkpoints from disk or an object store, the slowest tier."""

@@ -1,4 +1,4 @@
-"""A checkpoint that is named by its path: another run's, or somebody else's. Read, and never changed."""
+"""Loads a checkpoint by its path: another run's, or another program's. Never changes it."""
 
 from __future__ import annotations
 
@@ -39,30 +39,30 @@ _OLMO = "model_and_optim"
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPlace:
-    """Where a checkpoint lies."""
+    """The place of a checkpoint, and its format."""
 
     root: str
-    name: str  # in it
+    name: str  # the checkpoint's directory in root
     generation: Generation
-    is_hf: bool = False  # safetensors as Hugging Face has them: a model and nothing else
+    is_hf: bool = False  # a Hugging Face model in safetensors: a model and nothing else
 
     def open(self, storage: Storage, name: str, step: int) -> OpenCheckpoint:
         return SafetensorsSource(storage, name, step) if self.is_hf else CheckpointSource(storage, name, step)
 
     def open_for_manager(self, storage: Storage, name: str, step: int) -> OpenCheckpoint:
-        """Under the names that a CheckpointManager has for its parts, whoever has written it."""
+        """Opens it under the names that a CheckpointManager has for its parts, whatever program has written it."""
         return self.open(storage, name, step) if self.is_hf else open_for_manager(storage, name, step)
 
 
 def resolve_path(path: str) -> CheckpointPlace:
-    """The checkpoint at `path`, or the newest one in it. NotFoundError."""
+    """Returns the checkpoint at `path`, or the newest one in that directory. Raises NotFoundError if there is none."""
     path = os.fspath(path)
     where = path.rstrip("/") if is_url(path) else os.path.abspath(path)
     if not dir_is_checkpoint(where):
         inside = list(find_checkpoints(where))
         if not inside:
             raise NotFoundError(
-                f"{path}: expected a checkpoint, or a directory with some, found none that is complete",
+                f"{path}: expected a checkpoint, or a directory of checkpoints, found none that is complete",
                 hint="flashckpt.find_checkpoints lists what is in a directory",
             )
         where = inside[-1][1]
@@ -86,7 +86,10 @@ def resolve_path(path: str) -> CheckpointPlace:
 
 
 def agree_path(group: PrivateGroup, path: str) -> CheckpointPlace:
-    """The same on all ranks, as rank 0 sees it: a shared filesystem may show them different things. Collective."""
+    """Resolves the path on rank 0 and returns the result on all ranks. Collective.
+
+    A shared filesystem may show the ranks different things.
+    """
     answer: dict[str, Any] = {}
     error: FlashError | None = None
     if group.rank == 0:
@@ -116,29 +119,29 @@ def load_path(
     *,
     only_hf: bool = False,
 ) -> LoadResult:
-    """Fills the state dict from the checkpoint at `path`. Collective; all ranks, or none."""
+    """Fills the state dict from the checkpoint at `path`, on all ranks or on none. Collective."""
     place = agree_path(context.group, path)
     if only_hf and not place.is_hf:
         raise IncompatibleError(f"{path}: expected a Hugging Face model (safetensors), found a DCP checkpoint")
     if place.is_hf:
-        # Published in bfloat16 mostly, whatever the training computes in; quantized ones are refused.
+        # Most models are published in bfloat16, whatever dtype the training uses. Quantized ones are refused.
         request = replace(request, cast=True)
     opener = place.open if request.screen is None else place.open_for_manager
     attempt = DiskAttempt(context, place.root, OnDisk(place.name, place.generation, ""), opener)
     try:
         return recovery.load_from(attempt, state_dict, request)
     except StepBackError as error:
-        raise UnusableError(f"{path}: {error.message}", hint="another checkpoint has to be named") from error
+        raise UnusableError(f"{path}: {error.message}", hint="name another checkpoint") from error
 
 
 def open_path(path: str) -> OpenCheckpoint:
-    """For one process alone."""
+    """Opens the checkpoint at `path` in this process alone."""
     place = resolve_path(path)
     return place.open(open_storage(place.root), place.name, place.generation.step)
 
 
 def read_tensor(source: OpenCheckpoint, key: str) -> torch.Tensor:
-    """A whole tensor, on the CPU."""
+    """Reads a whole tensor to the CPU."""
     pieces = source.stored[(key, None)]
     first = pieces[0].entry
     everything = Box((0,) * len(first.global_shape), first.global_shape)
@@ -150,9 +153,9 @@ def read_tensor(source: OpenCheckpoint, key: str) -> torch.Tensor:
 
 
 def load_keys(path: str, keys: Sequence[str]) -> dict[str, Any]:
-    """Tensors (whole, on the CPU) and values below `keys`, by their flat names. In this process alone.
+    """Returns tensors (whole, on the CPU) and values below `keys`, by their flat names. In this process alone.
 
-    A key may be a whole name or its leading parts. MissingKeyError where one of them names nothing.
+    A key may be a whole name or its leading parts. Raises MissingKeyError if one of them names nothing.
     """
     source = open_path(path)
     tensors = {fqn for fqn, owner in source.stored if owner is None}

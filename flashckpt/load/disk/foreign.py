@@ -1,8 +1,8 @@
-"""Other programs' DCP checkpoints under the names that a CheckpointManager asks for.
+"""Offers other programs' DCP checkpoints under the names that a CheckpointManager asks for.
 
 Recognised: a model at the top level (TorchTitan) instead of below `model`; an optimizer called `optim` (OLMo-core); its
 options flattened by parameter (`param_groups.<name>.lr`) or in groups (`param_groups.0.lr`, `param_groups.0.params`),
-where ours has one value a parameter; a scheduler's state key by key. What is recognised has its new name only.
+where ours has one value per parameter; a scheduler's state key by key. A recognised key has its new name only.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ _PARTS = frozenset((_OPTIMIZER, "optim", _SCHEDULER, "dataloader", "train_state"
 
 
 def open_for_manager(storage: Storage, name: str, step: int) -> OpenCheckpoint:
-    """A step under the names that a CheckpointManager has for its parts, whoever has written it."""
+    """Opens a step under the names that a CheckpointManager has for its parts, whatever program has written it."""
     source = CheckpointSource(storage, name, step)
     return source if source.meta is not None else ForeignSource(source)
 
 
 class ForeignSource:
-    """A Source with other names for what it holds (`persist.source.Opened`)."""
+    """An OpenCheckpoint that renames the keys of another one."""
 
     def __init__(self, source: CheckpointSource) -> None:
         self._source = source
         self.where, self.generation, self.world = source.where, source.generation, source.world
         self.stored: Index = dict(source.stored)
-        self._made: dict[str, Callable[[], Any]] = {}  # values that are put together when somebody asks
-        self._renamed: set[str] = set()  # what has another name now
+        self._made: dict[str, Callable[[], Any]] = {}  # new name → makes the value when it is read
+        self._renamed: set[str] = set()  # original keys that have another name now
         known = source.saved_keys(0, source.stored)
         if not any(key.startswith(f"{_MODEL}.") for key in known):
             self._name_model()
@@ -87,7 +87,7 @@ class ForeignSource:
         for key in loose:
             self._alias(f"{_MODEL}.{key}", key)
         if loose:
-            log.info("%s: %d tensors at the top level are taken for the model", self.where, len(loose))
+            log.info("%s: %d tensors at the top level are loaded as the model", self.where, len(loose))
 
     def _name_optimizer(self, prefix: str, known: set[str]) -> None:
         for key, owner in self._source.stored:
@@ -112,8 +112,9 @@ class ForeignSource:
             names = self._value(f"{groups}{number}.params")
             if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
                 log.warning(
-                    "%s: the optimizer was saved by numbers instead of names (optimizer.state_dict()), so that nobody "
-                    "can tell whose state is whose: save it with get_optimizer_state_dict, or leave it out with "
+                    "%s: the optimizer's state is numbered instead of named (optimizer.state_dict()), so that it can't "
+                    "be "
+                    "assigned to parameters: save it with get_optimizer_state_dict, or leave it out with "
                     "exclude_from_loading=['optimizer', 'lr_scheduler']",
                     self.where,
                 )
@@ -124,7 +125,7 @@ class ForeignSource:
                 self._offer(name, groups + number, [one for one in found if one != "params"])
 
     def _offer(self, name: str, place: str, options: list[str]) -> None:
-        """A parameter's options as one value; those that are tensors as tensors too."""
+        """Offers a parameter's options as one value, and those that are tensors as tensors."""
         numbers = [one for one in options if (f"{place}.{one}", None) not in self._source.stored]
         for option in set(options) - set(numbers):
             self._alias(f"{_OPTIMIZER}.param_group_tensors.{name}.{option}", f"{place}.{option}")
@@ -139,14 +140,14 @@ class ForeignSource:
         if not below or any(key == first or key.startswith(f"{first}.") for key in below):
             return
         if any((key, None) in self._source.stored for key in below):
-            return  # a scheduler of ours has no tensors: whatever this is, it is none
+            return  # a scheduler has no tensors: this is something else
         paths = {key: key.split(".")[1:] for key in below}
         self._renamed.update(below)
         self._made[first] = lambda: _nested({key: self._value(key) for key in below}, paths)
 
 
 def _nested(values: dict[str, Any], paths: dict[str, list[str]]) -> Any:
-    """Undoes the flattening: dicts by name, and lists where the names count from 0."""
+    """Undoes the flattening: makes dicts by name, and lists if the names count from 0."""
     root: dict[str, Any] = {}
     for key, path in paths.items():
         inner = root

@@ -1,6 +1,6 @@
-"""Loading from the persistent tier, in one order with what is in memory: the newest usable generation wins.
+"""Loads the newest usable generation of memory and the persistent tier, which are tried in one order.
 
-What lies in persist_dir is looked at by rank 0 alone, and all ranks decide on what it saw. Every stage is collective.
+Rank 0 alone lists persist_dir, and all ranks decide by its list. Every stage is collective.
 """
 
 from __future__ import annotations
@@ -62,15 +62,15 @@ class OnDisk:
 
 @dataclass(frozen=True, slots=True)
 class DiskInventory:
-    """What persist_dir has for this job."""
+    """The steps and lines of this job in persist_dir."""
 
     steps: tuple[OnDisk, ...] = ()
-    lines: tuple[Line, ...] = ()  # of the launches that have loaded something while steps lay here
+    lines: tuple[Line, ...] = ()  # of the launches that have loaded a generation while steps lay here
     problem: str = ""  # why nothing of persist_dir can be used
     hint: str = ""  # what to do about that
-    foreign: tuple[tuple[int, str], ...] = ()  # steps that this job did not write, with whose they are
+    foreign: tuple[tuple[int, str], ...] = ()  # steps that this job did not write, with their owner
     latest: str | None = None
-    damage: str = ""  # what is wrong with the file of lines
+    damage: str = ""  # what is wrong with the line file
 
     @property
     def highest_epoch(self) -> int:
@@ -83,18 +83,20 @@ class DiskInventory:
 
 @dataclass(frozen=True, slots=True)
 class DiskChoice:
-    """Steps in the order to try them, and why the others are none."""
+    """The steps in the order to try them, and why each other one is no candidate."""
 
     candidates: tuple[OnDisk, ...]
     passed_over: tuple[str, ...]
-    suspects: tuple[OnDisk, ...] = ()  # of those passed over, the damaged ones
+    suspects: tuple[OnDisk, ...] = ()  # the damaged ones of those passed over
 
 
 def look_at(
     persist_dir: str, job: str, timeout: float, *, known: int | None = None, overwrite: bool = False
 ) -> DiskInventory:
-    """Local. A directory that can't be read, or hangs, is a problem to decide upon, no error. `known` is the newest
-    step that a node remembers to lie there."""
+    """Lists persist_dir. Local. Returns a directory that can't be read, or hangs, as a `problem` instead of raising.
+
+    `known` is the newest step that a node remembers to have been there.
+    """
     try:
         return _within(timeout, f"listing {persist_dir}", lambda: _look(persist_dir, job, known, overwrite))
     except PersistError as error:
@@ -116,13 +118,13 @@ def _look(persist_dir: str, job: str, known: int | None, overwrite: bool) -> Dis
         return DiskInventory(problem=problem, hint=hint, foreign=foreign)
     steps = tuple(OnDisk(one.name, one.generation, one.problem) for one in tenancy.ours)
     lines, damage = ((), "") if tenancy.is_others else _read_lines(storage)
-    with contextlib.suppress(OSError):  # which a flush reports
+    with contextlib.suppress(OSError):  # a flush reports it
         return DiskInventory(steps, lines, foreign=foreign, latest=storage.latest(), damage=damage)
     return DiskInventory(steps, lines, foreign=foreign, damage=damage)
 
 
 def _read_lines(storage: Storage) -> tuple[tuple[Line, ...], str]:
-    """Return the lines, or what is wrong with them: the steps are whole whether the file is or not."""
+    """Return the lines, or what is wrong with their file: the steps can be loaded without it."""
     try:
         return read_lines(storage), ""
     except CorruptShardError as error:
@@ -138,7 +140,7 @@ _FOREIGN_HINT = (
 def take_disk_inventory(
     context: LoadContext, persist_dir: str | None, timeout: float, *, overwrite: bool = False
 ) -> DiskInventory:
-    """What rank 0 sees, and what any node remembers. Collective."""
+    """Lists persist_dir on rank 0, and compares it with what the nodes remember. Collective."""
     if persist_dir is None:
         return DiskInventory()
 
@@ -162,13 +164,13 @@ def take_disk_inventory(
             log.warning("%s", found.problem)
         if found.damage:
             log.warning(
-                "%s; which steps were abandoned is known from memory only. load(step=…) takes the one that you name. "
-                "The file is set aside and written anew when the job goes on",
+                "%s; which steps were abandoned is known from memory only. load(step=…) loads the one that you name. "
+                "The file is set aside, and written anew when the job goes on",
                 found.damage,
             )
         if found.foreign and not found.problem:
             log.warning(
-                "%s: not this job's, and left alone: %s; load(path=…) or initial_load_path takes one of them",
+                "%s: steps of other jobs are ignored: %s; load(path=…) or initial_load_path loads one of them",
                 persist_dir,
                 ", ".join(what for _, what in found.foreign[-4:]),
             )
@@ -176,8 +178,10 @@ def take_disk_inventory(
 
 
 def remember_line(persist_dir: str, job: str, line: Line, timeout: float) -> None:
-    """Keep what a launch went on from, for the day when no memory is left that remembers it. Local, and no error:
-    memory has it already. Not if the directory is another job's."""
+    """Write a launch's line to persist_dir, for a load when all memory is lost. Local.
+
+    Logs errors instead of raising, because the line is in memory already. Writes nothing into another job's directory.
+    """
 
     def write() -> None:
         storage = open_storage(persist_dir)
@@ -188,11 +192,16 @@ def remember_line(persist_dir: str, job: str, line: Line, timeout: float) -> Non
     try:
         _within(timeout, f"writing to {persist_dir}", write)
     except (FlashError, OSError) as error:
-        log.warning("%s: the job's history could not be kept there: %s", persist_dir, error)
+        log.warning(
+            "%s: the line of this launch could not be written; if all memory is lost, a load can't tell which steps "
+            "were abandoned: %s",
+            persist_dir,
+            error,
+        )
 
 
 def choose_on_disk(inventory: DiskInventory, picked: Pick, step: int | None) -> DiskChoice:
-    """Newest first: what is whole and of the history that was picked; with `step`, only that one. Pure, alike on all
+    """Returns the complete steps of the picked history, newest first; with `step`, only that one. Pure, alike on all
     ranks."""
     candidates: list[OnDisk] = []
     suspects: list[OnDisk] = []
@@ -216,13 +225,13 @@ def choose_on_disk(inventory: DiskInventory, picked: Pick, step: int | None) -> 
     return DiskChoice(tuple(candidates), tuple(passed_over), tuple(suspects))
 
 
-_GONE = "`latest` names it, and it is not there"
+_GONE = "`latest` names it, but it is not there"
 
 
 def _stepped_over(disk: DiskInventory, choice: DiskChoice, loaded: Generation) -> list[str]:
-    """Return what on disk is newer than what was loaded and can't be used. Logs each.
+    """Return and log the steps on disk that are newer than the loaded one and can't be used.
 
-    If a damaged step does not say of which launch it is, its number decides.
+    A damaged step whose launch is unknown is newer if its step number is higher.
     """
     found = [disk.problem] if disk.problem else []
     for one in choice.suspects:
@@ -230,12 +239,12 @@ def _stepped_over(disk: DiskInventory, choice: DiskChoice, loaded: Generation) -
         if one.generation.step > loaded.step if unknown else age_order(one.generation) > age_order(loaded):
             found.append(f"{one.name} on disk: {one.problem}")
     for reason in found:
-        log.warning("step %d is loaded instead of what is newer: %s", loaded.step, reason)
+        log.warning("step %d was loaded instead of a newer one: %s", loaded.step, reason)
     return found
 
 
 class DiskAttempt:
-    """A persisted step as a load reads it (`load.recover.Readable`). Every rank reads what it needs by itself."""
+    """Tries to load a persisted step (`load.recover.Readable`). Every rank reads what it needs by itself."""
 
     def __init__(
         self,
@@ -244,7 +253,7 @@ class DiskAttempt:
         one: OnDisk,
         opener: Callable[[Storage, str, int], OpenCheckpoint] = CheckpointSource,
     ) -> None:
-        """`opener` makes what is read; Source for what DCP or we have written."""
+        """`opener` opens the step; CheckpointSource opens what DCP or flashckpt has written."""
         self._context = context
         self._opener = opener
         self._persist_dir = persist_dir
@@ -267,7 +276,7 @@ class DiskAttempt:
     def describe(self) -> None:
         def open_it() -> bytes:
             self.catalogue = self._opener(open_storage(self._persist_dir), self._one.name, self.generation.step)
-            # As rank 0 saw it, or it was replaced since.
+            # Another generation than rank 0 listed: the step was replaced in the meantime.
             if self.catalogue.generation != self.generation:
                 raise NotFoundError(f"{self.catalogue.where}: expected {self.generation}, found that it was replaced")
             return b""
@@ -282,11 +291,11 @@ class DiskAttempt:
         return b""
 
     def fetch(self, transfers: Sequence[Transfer], targets: Sequence[Target], needs: Sequence[bytes]) -> None:
-        """Nothing to bring: each rank reads it in place."""
+        """Does nothing: read() reads from persist_dir directly."""
 
     def read(self, transfers: Sequence[Transfer], targets: Sequence[Target]) -> bytes:
-        # IMPORTANT: only the disk is waited for in another thread. Streams, and whether gradients are recorded, belong
-        # to this one.
+        # IMPORTANT: another thread may only wait for the disk. Streams, and whether gradients are recorded, are
+        # settings of this thread.
         self.touched = True
         what, timeout = f"reading {self.catalogue.where}", self._context.timeout
         self.catalogue.read(transfers, targets, lambda load: _within(timeout, what, load))
@@ -306,9 +315,9 @@ def load_newest(
     state_dict: MutableMapping[Any, Any],
     request: Request,
 ) -> LoadResult | None:
-    """From memory or disk, whichever has the newer usable generation. Collective.
+    """Loads from memory or disk, whichever has the newer usable generation. Collective.
 
-    None where neither has anything. Raises as a load from memory does, with the reasons of both.
+    Returns None if neither has anything. Raises like a load from memory, with the reasons of both.
     """
     missing: NotFoundError | None = None
     try:
@@ -337,7 +346,7 @@ def load_newest(
                 return newer(result)
             found = recovery.load(memory, replace(choice, candidates=turn), state_dict, request)
         except (StepBackError, UnusableError) as error:
-            log.warning("%s; trying what is older", error.message)
+            log.warning("%s; trying the next older generation", error.message)
             problems.append(error.message)
         else:
             return None if found is None else newer(found)
@@ -345,7 +354,8 @@ def load_newest(
 
 
 def _in_order(memory: tuple[Generation, ...], disk: tuple[OnDisk, ...]) -> Iterator[tuple[Generation, ...] | OnDisk]:
-    """Newest first; neighbours in memory together, and memory before disk where both have the same."""
+    """Yields the candidates, newest first: consecutive ones in memory together, and memory before disk for the same
+    one."""
     left = list(memory)
     for one in disk:
         newer = tuple(g for g in left if age_order(g) >= age_order(one.generation))
@@ -373,7 +383,7 @@ def _nothing(
             for one in disk.steps
             if one.generation.step == step and not one.problem and picked.why_not(one.generation)
         )
-        foreign = [f"{what} is not written by this job" for number, what in disk.foreign if number == step]
+        foreign = [f"{what} was not written by this job" for number, what in disk.foreign if number == step]
         why = "".join(f"; {one}" for one in (disk.problem, *foreign) if one)
         hint = "load(path=…) loads it" if foreign else ""
         if abandoned:
@@ -384,11 +394,12 @@ def _nothing(
             )
         return NotFoundError(f"step {step}: neither in memory nor on disk{why}", hint=hint, step=step, parts=True)
     listed = "".join(f"\n  - {reason}" for reason in reasons[:16])
-    return UnusableError(f"something was saved, but nothing of it is usable:{listed}", hint=disk.hint, parts=True)
+    return UnusableError(f"generations were saved, but none is usable:{listed}", hint=disk.hint, parts=True)
 
 
 def _within(timeout: float, what: str, call: Callable[[], T]) -> T:
-    """A disk that hangs must not hang the job: the thread stays behind, the caller goes on."""
+    """Runs `call` in a thread, and raises DeadlineError if it takes longer than `timeout`: a hanging disk must not hang
+    the job. The thread is left behind."""
     pending = begin_in_thread(call, "flashckpt-disk")
     if not pending.wait(timeout):
         raise DeadlineError(f"{what}: expected it to take at most {timeout:g} s, found that it hangs")

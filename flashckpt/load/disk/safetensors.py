@@ -1,7 +1,7 @@
-"""A Hugging Face model directory (safetensors) as a source of a load: the model's tensors, and nothing else.
+"""Loads the tensors of a Hugging Face model directory (safetensors), and nothing else of it.
 
-Bytes are parsed here, not by a package: each rank reads only the rows it needs, from a path or a URL alike, and what a
-header says is checked before anything is believed.
+Bytes are parsed here instead of by a package: each rank reads only the rows it needs, from a path or a URL alike, and
+everything that a header says is checked before it is used.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from flashckpt.errors import CorruptShardError, IncompatibleError, NotFoundError
 from flashckpt.format.caps import MAX_DIMS, MAX_ENTRIES, MAX_INTEGER, MAX_NAME_BYTES
-from flashckpt.load.read import land
+from flashckpt.load.read import copy_to_target
 from flashckpt.save.values import Values
 from flashckpt.state.cover import Piece
 from flashckpt.types import Box, Generation, TensorEntry
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from flashckpt.persist.storage import Storage
     from flashckpt.state.cover import Index
 
-PART = "model"  # names of a manager's model begin with it; those of Hugging Face do not
+PART = "model"  # prefix of the names of a manager's model; those of Hugging Face have none
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _CONFIG = "config.json"
 _MAX_HEADER_BYTES = 100 << 20  # as the format itself says
@@ -54,8 +54,8 @@ _DTYPES = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Lying:
-    """Where one tensor lies."""
+class _Location:
+    """The place of one tensor's bytes, and its dtype and shape."""
 
     file: str
     offset_bytes: int
@@ -64,15 +64,15 @@ class _Lying:
 
 
 def is_safetensors(files: Mapping[str, Any]) -> bool:
-    """Whether a directory with these files is a Hugging Face model."""
+    """Returns True if a directory with these files is a Hugging Face model."""
     return INDEX in files or SINGLE in files
 
 
 class SafetensorsSource:
-    """Stands in for `persist.source.Source`. Has no checksums: the format knows none."""
+    """An OpenCheckpoint of a Hugging Face model. The format has no checksums."""
 
     def __init__(self, storage: Storage, name: str, step: int) -> None:
-        """CorruptShardError, NotFoundError where it is not whole; IncompatibleError where its numbers are quantized."""
+        """Raises CorruptShardError or NotFoundError if it is incomplete, and IncompatibleError if it is quantized."""
         self._storage = storage
         self._name = name
         self.where = f"{storage.root}/{name}"
@@ -80,9 +80,9 @@ class SafetensorsSource:
         self.generation = Generation(0, 0, step, 0)
         self.world = 1
         self._refuse_quantized()
-        self._lying = self._find()
+        self._locations = self._find()
         self.stored: Index = {}
-        for key, one in self._lying.items():
+        for key, one in self._locations.items():
             dtype = str(one.dtype).removeprefix("torch.")
             entry = TensorEntry(key, (key,), dtype, one.shape, Box((0,) * len(one.shape), one.shape), 0, 0, False)
             self.stored[key, None] = [Piece((0,), entry)]
@@ -106,14 +106,14 @@ class SafetensorsSource:
         targets: Sequence[Target],
         run: Callable[[Callable[[], torch.Tensor]], torch.Tensor],
     ) -> None:
-        """Into the live tensors. Of each tensor only the rows that are wanted are read, some at a time."""
+        """Reads into the live tensors. Reads only the wanted rows of each tensor, some at a time."""
         for transfer in transfers:
-            one, overlap = self._lying[transfer.entry.fqn], transfer.overlap
+            one, overlap = self._locations[transfer.entry.fqn], transfer.overlap
             if not overlap.volume:
                 continue
             if not one.shape:
                 row = run(functools.partial(self._rows, one, 0, 1))
-                land(row.reshape(()), overlap, targets[transfer.want.target])
+                copy_to_target(row.reshape(()), overlap, targets[transfer.want.target])
                 continue
             row_bytes = max(1, math.prod(one.shape[1:]) * one.dtype.itemsize)
             most = max(1, _PIECE_BYTES // row_bytes)
@@ -124,9 +124,9 @@ class SafetensorsSource:
                 box = Box((start, *overlap.offsets[1:]), (count, *overlap.sizes[1:]))
                 for dim in range(1, len(one.shape)):
                     rows = rows.narrow(dim, box.offsets[dim], box.sizes[dim])
-                land(rows, box, targets[transfer.want.target])
+                copy_to_target(rows, box, targets[transfer.want.target])
 
-    def _rows(self, one: _Lying, start: int, count: int) -> torch.Tensor:
+    def _rows(self, one: _Location, start: int, count: int) -> torch.Tensor:
         row = math.prod(one.shape[1:]) * one.dtype.itemsize
         data = self._read(one.file, one.offset_bytes + start * row, count * row)
         # A bytearray: torch wants memory that may be written to.
@@ -152,14 +152,14 @@ class SafetensorsSource:
                 hint="dequantize the model first: without its scales the weights would be wrong",
             )
 
-    def _find(self) -> dict[str, _Lying]:
+    def _find(self) -> dict[str, _Location]:
         index = self._storage.read(f"{self._name}/{INDEX}", 0, _MAX_JSON_BYTES)
         if index is None:
             return {f"{PART}.{name}": one for name, one in self._header(SINGLE).items()}
         weight_map = self._parsed(index, INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map or len(weight_map) > MAX_ENTRIES:
             raise CorruptShardError(f"{self.where}/{INDEX}: expected a weight_map, found {str(weight_map)[:80]!r}")
-        headers: dict[str, dict[str, _Lying]] = {}
+        headers: dict[str, dict[str, _Location]] = {}
         found = {}
         for name, file in weight_map.items():
             # A name from a file never becomes a path unchecked.
@@ -174,7 +174,7 @@ class SafetensorsSource:
             found[f"{PART}.{name}"] = headers[file][name]
         return found
 
-    def _header(self, file: str) -> dict[str, _Lying]:
+    def _header(self, file: str) -> dict[str, _Location]:
         length = int.from_bytes(self._read(file, 0, 8), "little")
         if length > _MAX_HEADER_BYTES:
             raise CorruptShardError(
@@ -185,13 +185,13 @@ class SafetensorsSource:
         if len(content) > MAX_ENTRIES:
             raise CorruptShardError(f"{self.where}/{file}: expected at most {MAX_ENTRIES} tensors, found more")
         found, end = {}, 0
-        # In the order in which they lie: the format knows no holes and no overlaps.
+        # In the order of their offsets: the format allows no holes and no overlaps.
         for name, info in sorted(content.items(), key=lambda one: _range(one[1])):
-            lying, (start, stop) = self._one(file, name, info, 8 + length)
+            location, (start, stop) = self._one(file, name, info, 8 + length)
             if start != end:
                 raise CorruptShardError(f"{self.where}/{file}: {name!r}: expected its bytes at {end}, found {start}")
             end = stop
-            found[name] = lying
+            found[name] = location
         total = 8 + length + end
         if end:
             self._read(file, total - 1, 1)
@@ -199,7 +199,7 @@ class SafetensorsSource:
             raise CorruptShardError(f"{self.where}/{file}: expected {total} bytes, found more")
         return found
 
-    def _one(self, file: str, name: str, info: Any, base: int) -> tuple[_Lying, tuple[int, int]]:
+    def _one(self, file: str, name: str, info: Any, base: int) -> tuple[_Location, tuple[int, int]]:
         where = f"{self.where}/{file}: {name[:200]!r}"
         if len(name.encode()) > MAX_NAME_BYTES or not name:
             raise CorruptShardError(f"{where}: expected a name of 1 to {MAX_NAME_BYTES} bytes")
@@ -217,7 +217,7 @@ class SafetensorsSource:
             raise CorruptShardError(
                 f"{where}: expected {math.prod(shape) * dtype.itemsize} bytes, found the range {start} to {stop}"
             )
-        return _Lying(file, base + start, dtype, tuple(shape)), (start, stop)
+        return _Location(file, base + start, dtype, tuple(shape)), (start, stop)
 
     def _parsed(self, data: bytes, file: str) -> dict[str, Any]:
         try:
@@ -233,7 +233,7 @@ def _range(info: Any) -> tuple[int, int]:
     found = info.get("data_offsets") if isinstance(info, dict) else None
     if isinstance(found, list) and len(found) == 2 and all(_is_natural(one) for one in found):
         return found[0], found[1]
-    return -1, -1  # refused by whoever looks at it
+    return -1, -1  # the caller refuses it
 
 
 def _is_natural(found: Any) -> bool:

@@ -1,6 +1,6 @@
-"""One persisted step, open for reading: its index, its values, and parts of its tensors, each verified.
+"""Reads one persisted step: its index, its values, and parts of its tensors, each verified.
 
-Ours and foreign DCP checkpoints alike. A foreign one has no checksums; its values load with `weights_only=True`.
+The step may be a foreign DCP checkpoint. That has no checksums; its values are loaded with `weights_only=True`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flashckpt.errors import (
     UnsupportedValueError,
 )
 from flashckpt.load.disk.unpickle import MAX_INDEX_BYTES, read_index
-from flashckpt.load.read import land
+from flashckpt.load.read import copy_to_target
 from flashckpt.persist.catalog import look
 from flashckpt.persist.names import METADATA, parse_per_rank_key, rank_of_data
 from flashckpt.persist.storage import is_url
@@ -45,16 +45,16 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-# Whose files are read: a checkpoint that somebody else could have written is not loaded unseen.
+# If others may write to a checkpoint, loading it logs a warning.
 
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def check_owner(root: str, name: str) -> None:
-    """UnsafeDirectoryError where the step belongs to neither this user nor root; a warning where others may write.
+    """Raises UnsafeDirectoryError if the step belongs to neither this user nor root. Warns if others may write to it.
 
-    An object store has no owners: who may write there is its own business.
+    An object store has no owners. Who may write there is set in the store itself.
     """
     if is_url(root):
         return
@@ -63,19 +63,19 @@ def check_owner(root: str, name: str) -> None:
         if found.st_uid not in (os.geteuid(), 0):
             raise UnsafeDirectoryError(
                 f"{path}: expected owner uid {os.geteuid()} or root, found uid {found.st_uid}",
-                hint="look at what it is; if you trust it, chown it",
+                hint="check where it comes from; if you trust it, chown it",
                 path=path,
             )
         if found.st_mode & _OTHERS_WRITE:
             mode = stat.S_IMODE(found.st_mode)
-            _log.warning("%s: mode %04o lets others write: whoever can, decides what is loaded", path, mode)
+            _log.warning("%s: mode %04o lets others write: they can change what is loaded", path, mode)
 
 
 _MAX_CHECKSUMS_BYTES = 4 << 30
 
 
 class OpenCheckpoint(Protocol):
-    """One checkpoint on disk, open for reading: what a load needs of it."""
+    """The interface of a checkpoint on disk that is open for reading."""
 
     where: str
     generation: Generation
@@ -94,15 +94,15 @@ class OpenCheckpoint(Protocol):
         targets: Sequence[Target],
         run: Callable[[Callable[[], torch.Tensor]], torch.Tensor],
     ) -> None:
-        """Into the live tensors, verified as far as the format allows. `run` carries a read out."""
+        """Reads into the live tensors, and verifies as far as the format allows. `run` carries out each read."""
 
 
 class CheckpointSource:
-    """What a load needs of a step. Stands in for the catalogue of a generation in memory."""
+    """A step in DCP's format, open for reading. Takes the place of the catalogue of a generation in memory."""
 
     def __init__(self, storage: Storage, name: str, step: int) -> None:
-        """CorruptShardError, NotFoundError where it is not whole; DeniedError, UnsafeDirectoryError where it is not
-        to be trusted."""
+        """Raises CorruptShardError or NotFoundError if the step is incomplete, and DeniedError or UnsafeDirectoryError
+        if it is not to be trusted."""
         self._storage = storage
         self._name = name
         self.where = f"{storage.root}/{name}"
@@ -114,13 +114,13 @@ class CheckpointSource:
         self.generation = found.generation
         marker = storage.read(f"{name}/{METADATA}", 0, MAX_INDEX_BYTES)
         if marker is None:
-            raise NotFoundError(f"{self.where}/{METADATA}: is gone")
+            raise NotFoundError(f"{self.where}/{METADATA}: expected a file, found none")
         if self.meta is not None:
             self._check(METADATA, marker)
         self._index: DcpIndex = read_index(marker, f"{self.where}/{METADATA}")
         self._sums = self._checksums()
         self._values: dict[int, Values] = {}
-        self._own: dict[int, set[str]] = {}  # rank → keys of values that are its alone
+        self._own: dict[int, set[str]] = {}  # rank → keys of its per-rank values
         self._shared: set[str] = set()
         for key in self._index.values:
             own = parse_per_rank_key(key)
@@ -144,14 +144,15 @@ class CheckpointSource:
         return keys | self._shared | self._own.get(rank, set())
 
     def values(self, rank: int) -> Values:
-        """What one rank of ours saved beside tensors; a foreign checkpoint has only single values."""
+        """Returns the values that one rank saved; none for a foreign checkpoint, whose values value() reads one by
+        one."""
         if rank not in self._values:
             name = self.meta.values.get(rank) if self.meta is not None else None
             self._values[rank] = Values() if name is None else unpack(self._whole(name))
         return self._values[rank]
 
     def value(self, fqn: str, rank: int) -> tuple[bool, Any]:
-        """(found, value): what this rank saved under the key, else what the lowest rank that has it saved."""
+        """Returns (found, value): what this rank saved under the key, else what the lowest rank that has it saved."""
         mine = self.values(rank).values if rank < self.world else {}
         if fqn in mine:
             return True, mine[fqn]
@@ -173,7 +174,7 @@ class CheckpointSource:
         targets: Sequence[Target],
         run: Callable[[Callable[[], torch.Tensor]], torch.Tensor],
     ) -> None:
-        """Into the live tensors; a part that several wants share is read once. `run` carries a read out."""
+        """Reads into the live tensors. Reads a part that several wants share once. `run` carries out each read."""
         by_part: dict[int, list[Transfer]] = {}
         for transfer in transfers:
             by_part.setdefault(id(transfer.entry), []).append(transfer)
@@ -185,7 +186,7 @@ class CheckpointSource:
                 part = whole
                 for dim, (at, size) in enumerate(zip(overlap.offsets, overlap.sizes, strict=True)):
                     part = part.narrow(dim, at - entry.box.offsets[dim], size)
-                land(part, overlap, targets[transfer.want.target])
+                copy_to_target(part, overlap, targets[transfer.want.target])
 
     def _load_tensor(self, entry: TensorEntry) -> torch.Tensor:
         place = self._places[id(entry)]
@@ -195,7 +196,7 @@ class CheckpointSource:
         if not isinstance(found, torch.Tensor):
             raise CorruptShardError(f"{what}: expected a tensor, found a {type(found).__name__}")
         if found.dtype == torch.uint8 and dtype != torch.uint8 and dtype.itemsize == 1:
-            found = found.view(dtype)  # torch.save does not know the dtype: its bytes were written
+            found = found.view(dtype)  # torch.save does not support the dtype: its bytes were saved as uint8
         if found.dtype != dtype or tuple(found.shape) != entry.box.sizes:
             raise CorruptShardError(
                 f"{what}: expected {entry.dtype} {entry.box.sizes}, found {found.dtype} {tuple(found.shape)}"
@@ -222,17 +223,17 @@ class CheckpointSource:
                 hint="leave the key out (keys=, strict=False), or declare its class with add_safe_globals",
             ) from error
 
-    # --- what is said beside the index ----------------------------------------------------------------------
+    # --- files beside the index -----------------------------------------------------------------------------
 
     def _check(self, name: str, data: bytes) -> None:
         info = self.meta.files.get(name) if self.meta is not None else None
         if info is None or len(data) != info.size_bytes or native.crc32c(data) != info.crc32c:
-            raise CorruptShardError(f"{self.where}/{name}: its bytes are not those that meta.json speaks of")
+            raise CorruptShardError(f"{self.where}/{name}: its size or crc32c differs from what meta.json says")
 
     def _whole(self, name: str) -> bytes:
         data = self._storage.read(f"{self._name}/{name}")
         if data is None:
-            raise NotFoundError(f"{self.where}/{name}: is gone")
+            raise NotFoundError(f"{self.where}/{name}: expected a file, found none")
         self._check(name, data)
         return data
 
@@ -258,7 +259,9 @@ class CheckpointSource:
             for box in tensor.boxes:
                 place = self._index.locations.get((key, box.offsets))
                 if place is None:
-                    raise CorruptShardError(f"{self.where}: key {key!r}: nothing says where the part at {box} lies")
+                    raise CorruptShardError(
+                        f"{self.where}: key {key!r}: expected a location of the part at {box}, found none"
+                    )
                 entry = TensorEntry(fqn, (fqn,), tensor.dtype, tensor.shape, box, 0, 0, own is not None)
                 self._places[id(entry)] = place
                 stored.setdefault((fqn, rank), []).append(Piece((rank or 0,), entry))

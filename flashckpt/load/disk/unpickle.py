@@ -1,7 +1,7 @@
-"""Reads DCP's `.metadata` without running it: an unpickler that builds nothing but stand-ins of ours.
+"""Reads DCP's `.metadata` without running it: the unpickler builds only stand-ins for the objects in it.
 
-`pickle.load` on a file runs whatever the file says. Every name that a real index has, of any version of torch, is
-known here; every other one is refused. What comes out is plain data, checked field by field.
+`pickle.load` runs whatever a file says. This unpickler knows every name that an index of any version of torch has, and
+refuses every other one. The result is plain data, checked field by field.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ class Location:
     file: str
     offset_bytes: int
     length_bytes: int
-    transforms: tuple[str, ...]  # what was done to the bytes, e.g. compression; not ours to undo
+    transforms: tuple[str, ...]  # what was done to the bytes, e.g. compression; such bytes are refused
 
 
 @dataclass(frozen=True, slots=True)
 class DcpIndex:
-    """What `.metadata` says."""
+    """The contents of `.metadata`."""
 
     tensors: dict[str, StoredTensor]
-    values: frozenset[str]  # keys of what is no tensor
+    values: frozenset[str]  # keys of values that are no tensors
     locations: dict[tuple[str, tuple[int, ...] | None], Location]  # (key, offsets of the region; None: a value)
 
 
 def read_index(data: bytes, where: str) -> DcpIndex:
-    """DeniedError where the file names anything that no index has; CorruptShardError where it is none."""
+    """Raises DeniedError if the file names what no index has, and CorruptShardError if it is no index."""
     unpickler = _Unpickler(io.BytesIO(data), where)
     try:
         return _parse(unpickler.load(), where)
@@ -70,7 +70,7 @@ class _Unpickler(pickle.Unpickler):
     def __init__(self, file: io.BytesIO, where: str) -> None:
         super().__init__(file)
         self._where = where
-        # New classes for each file: one that scribbles on them changes nothing for the next.
+        # New classes for each file, so that a file that changes them does not affect the next one.
         self._records = {key: type(key[1], (_Record,), {}) for key in _RECORDS}
 
     def find_class(self, module: str, name: str, /) -> Any:
@@ -101,7 +101,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Record:
-    """Stands for an object: its state, and nothing that runs."""
+    """Stands in for a pickled object: keeps its state, and runs nothing of it."""
 
     state: Any = None
 
@@ -124,7 +124,7 @@ class _Size(tuple[int, ...]):
 
 
 def _ignored(*_: Any) -> None:
-    """Layouts and memory formats: deprecated in DCP, and always the plain ones."""
+    """Stands in for layouts and memory formats, which are deprecated in DCP and always the plain ones."""
 
 
 def _joined(*parts: str) -> str:

@@ -237,7 +237,7 @@ def test_a_step_that_does_not_end_holds_a_save_for_a_bounded_time_and_once(memor
                 assert manager.save(number).wait("sealed", 60) == "ok"
                 held.append(time.perf_counter() - began)
             assert held[0] >= 0.2
-            assert sum("goes on beside it" in record.message for record in caplog.records) == 1
+            assert sum("save() does not wait for it" in record.message for record in caplog.records) == 1
     finally:
         release.set()
         thread.join()
