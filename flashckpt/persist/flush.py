@@ -55,8 +55,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 # How long to wait until all nodes show what they have. This may be less than the writing takes. Flushers are niced, so
-# on
-# busy nodes they may start minutes apart.
+# on busy nodes they may start minutes apart.
 _MEET_SECONDS = 600.0
 _HISTORY_SECONDS = 3600.0  # age at which an unrenamed history file is removed: its writer is a trainer, on any node
 
