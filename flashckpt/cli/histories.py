@@ -382,8 +382,7 @@ def _nonce() -> int:
 
 def _refuse_beside_live(store: SlotStore, seen: Seen) -> None:
     """Raise LiveJobError if trainers of the job are alive on this node, because the choice would take the job from
-    them.
-    Raise AgentError if the agent, which knows it, does not answer.
+    them. Raise AgentError if the agent, which knows it, does not answer.
     """
     from flashckpt.agent.start import look as look_at_agent
 

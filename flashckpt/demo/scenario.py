@@ -1,6 +1,5 @@
 """Plays the demo: train without interruption; train again and lose a node with its memory; resume with a blank one in
-its
-place; compare every bit.
+its place; compare every bit.
 """
 
 from __future__ import annotations

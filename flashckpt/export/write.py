@@ -59,8 +59,7 @@ def export(
     """Write the tensors below `part` to `out`, under their names without it (or, with `keep_part`, with it).
 
     `dtype` converts floating point tensors, `rename` changes names (without `part`). Raises ExistsError if `out`
-    exists,
-    unless `overwrite`.
+    exists, unless `overwrite`.
     """
     if form not in FORMS:
         raise ConfigError(f"form: expected one of {FORMS}, found {form!r}")

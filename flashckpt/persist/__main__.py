@@ -1,8 +1,7 @@
 """Runs the flusher, a helper process of the agent: `python -I -m flashckpt.persist`.
 
 It reads one line of JSON from stdin and writes lines of JSON to stdout: the progress, then the outcome. It ends when
-stdin
-is closed, because that is the end of its agent.
+stdin is closed, because that is the end of its agent.
 """
 
 from __future__ import annotations

@@ -62,8 +62,7 @@ _HISTORY_SECONDS = 3600.0  # age at which an unrenamed history file is removed: 
 
 def flush(spec: FlushSpec, progress: Callable[[int], None] = lambda _: None) -> dict[str, Any]:
     """Flush this node's part and return what to report. If it raises, at most a temporary directory is left, which the
-    next
-    flush removes.
+    next flush removes.
     """
     began = time.monotonic()
     storage = open_storage(spec.settings.directory)
@@ -151,8 +150,7 @@ def flush(spec: FlushSpec, progress: Callable[[int], None] = lambda _: None) -> 
 
 def sweep(storage: Storage, step: int, attempt: str) -> None:
     """Remove what dead flushes and deletions left. There is one flush at a time: only the nodes of this attempt are
-    writing,
-    and they may have begun before this one.
+    writing, and they may have begun before this one.
     """
     for name, entry in (storage.list() or {}).items():
         left, aside = attempt_of(name), aside_of(name)

@@ -1,8 +1,7 @@
 """Finds out what `torch.save` writes around the bytes of a tensor, by asking torch, without the bytes.
 
 It saves a tensor of untouched memory and drops what torch writes from that memory. The bytes of the real tensor then go
-from
-the shard to the file in small tiles that stay in the processor's cache.
+from the shard to the file in small tiles that stay in the processor's cache.
 """
 
 from __future__ import annotations

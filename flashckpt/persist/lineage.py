@@ -2,8 +2,7 @@
 
 A flush that was overtaken (its node stood still while the job continued elsewhere) commits nothing. A step of a history
 that this node's line does not know stays until a person chooses. The line is in persist_dir before the first step of
-its
-launch, so that a job that has only the disk left knows what was abandoned.
+its launch, so that a job that has only the disk left knows what was abandoned.
 """
 
 from __future__ import annotations
@@ -49,8 +48,7 @@ class Lineage:
 
     def is_to_be_written(self) -> bool:
         """Return True if this node's line says more than the steps do, and persist_dir has neither it nor a line that
-        continues
-        it.
+        continues it.
         """
         own = self.own
         if own is None or self.is_damaged or not (own.listed or own.floor):
@@ -70,8 +68,7 @@ def read_lineage(storage: Storage, spec: FlushSpec) -> Lineage:
 
 def check_lineage(storage: Storage, spec: FlushSpec) -> Lineage:
     """Raise PersistError if the job has continued without the generation to be flushed, or if a step of another history
-    is
-    in its place. Changes nothing.
+    is in its place. Changes nothing.
     """
     lineage, step = read_lineage(storage, spec), spec.generation.step
     abandoned = lineage.why_abandoned(spec.generation)

@@ -64,8 +64,7 @@ class PersistPlan:
 
 def plan(contributions: Sequence[Contribution], piece_bytes: int = PIECE_BYTES) -> PersistPlan:
     """Plan every element of every tensor once, the load spread over the ranks that have it. Assumed tensors come from
-    one
-    rank.
+    one rank.
 
     CorruptShardError if the shards do not hold every element.
     """

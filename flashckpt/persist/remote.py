@@ -1,8 +1,7 @@
 """Stores persist_dir at an fsspec URL. Object stores have no rename, so the marker is the commit.
 
 Files of an attempt have its name. So a second attempt at a step, or a step that is written again after a rollback,
-never
-changes files that a marker already points to. `latest` is a small object with the step's name.
+never changes files that a marker already points to. `latest` is a small object with the step's name.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class KeepRules:
-    """Says what to keep. The newest good step, the one that `latest` names and the one being written are always kept."""
+    """Says what to keep. The newest good step, the one that `latest` names and the one being written always stay."""
 
     latest_k: int = 0  # 0: all
     every: int | None = None  # multiples of it are permanent: neither counted nor removed

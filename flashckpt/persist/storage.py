@@ -28,7 +28,7 @@ class Entry:
 
 
 class Writer(Protocol):
-    """Writes one file. `close()` returns once its bytes are durable. Leaving the block by an error abandons the file."""
+    """Writes one file. `close()` returns once its bytes are durable. An error in the block abandons the file."""
 
     def write(self, data: bytes | bytearray | memoryview, /) -> int: ...
 

@@ -1,8 +1,7 @@
 """Decides which job owns persist_dir, and which of its steps are this job's. Everything else is left alone. No torch.
 
 The directory's identity (`flashckpt.json`) names its job from the first flush on. In a directory of an earlier version
-without
-an identity, the step that `latest` names decides. A step belongs to the job that its meta.json names.
+without an identity, the step that `latest` names decides. A step belongs to the job that its meta.json names.
 """
 
 from __future__ import annotations
@@ -88,8 +87,7 @@ def look_around(storage: Storage, job: str) -> Tenancy:
 
 def is_ours(one: Persisted, job: str, owner: str | None) -> bool:
     """Return True for a step of this job. A damaged step of flashckpt's belongs to the directory's owner; an imported
-    step
-    belongs to the owner of the directory that a person put it in.
+    step belongs to the owner of the directory that a person put it in.
     """
     return one.is_imported or one.writer == job or (one.writer == "" and owner == job)
 
@@ -164,8 +162,7 @@ def check_place(persist_dir: str) -> None:
 
 def why_emptied(tenancy: Tenancy, known: int | None) -> str:
     """Return why nothing of this job is there although this node remembers that it persisted step `known`; "" = nothing
-    is
-    missing.
+    is missing.
     """
     if known is None or tenancy.ours or (tenancy.identity is not None and tenancy.identity.job != tenancy.job):
         return ""

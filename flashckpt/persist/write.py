@@ -2,8 +2,7 @@
 
 A tensor's part is a `torch.save` blob at an offset of a data file, and so is a value: DCP's own reader expects this.
 The bytes of a tensor are copied in tiles, so that each tile is still in the processor's cache when it is checksummed
-and
-written. persist/frame.py makes what is around them.
+and written. persist/frame.py makes what is around them.
 """
 
 from __future__ import annotations

@@ -85,8 +85,7 @@ def broken_promises(
     lost: Collection[str] = (),
 ) -> list[str]:
     """Check that every rank's shard is on its own node and on as many others as the record says. If its own node has
-    lost
-    its memory since, it must be on that many nodes in all.
+    lost its memory since, it must be on that many nodes, whichever they are.
     """
     problems = []
     for rank in range(record.world):

@@ -180,12 +180,9 @@ class Cluster:
         """Start a real torchrun on each node; ranks are numbered in the order of the nodes. Does not wait.
 
         `nodes`: all nodes by default, a number of them from the first, or a list. `nproc_per_node`: the cluster's by
-        default.
-        `script` is a file, or `-m` with the module as first argument. `elastic`: the fewest and the most nodes that the
-        launch
-        may have. `join`: the elastic launch that these nodes join. `endpoint`: host:port of a rendezvous that another
-        process
-        runs; by default the first node runs it.
+        default. `script` is a file, or `-m` with the module as first argument. `elastic`: the fewest and the most nodes
+        that the launch may have. `join`: the elastic launch that these nodes join. `endpoint`: host:port of a
+        rendezvous that another process runs; by default the first node runs it.
         """
         nodes, counts = self._who(nodes, nproc_per_node)
         mark = secrets.token_hex(8) if join is None else join.mark

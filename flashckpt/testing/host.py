@@ -93,8 +93,7 @@ def free_port(pid: int | str) -> int:
     """Return a port on which nobody listens in the network namespace of `pid`.
 
     It is below the range that the kernel gives to clients, and each port is given out only once, because a trainer
-    binds it
-    seconds later.
+    binds it seconds later.
     """
     taken = _handed_out | _listening(f"/proc/{pid}/net/tcp") | _listening(f"/proc/{pid}/net/tcp6")
     port = secrets.choice([port for port in range(20000, 30000) if port not in taken])

@@ -62,8 +62,7 @@ class Trainers:
         """Wait for the first event of that name with these fields, of each rank.
 
         PeerError, with its last output, if a rank ended or reported an error for the same command before;
-        DeadlineError, naming
-        the ranks that are missing, if the time is over.
+        DeadlineError, naming the ranks that are missing, if the time is over.
         """
         deadline = time.monotonic() + timeout
         found: dict[int, Event] = {}
