@@ -153,7 +153,7 @@ class _Object:
             try:
                 discard()
             except (OSError, NotImplementedError) as problem:
-                _log.info("an upload could not be broken off: %s", problem)
+                _log.info("an upload could not be aborted: %s", problem)
         # IMPORTANT: not close(), which would complete the upload of half an object.
         with contextlib.suppress(AttributeError):
             self._file.closed = True

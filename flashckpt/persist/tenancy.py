@@ -77,7 +77,7 @@ def look_around(storage: Storage, job: str) -> Tenancy:
     try:
         identity = read_identity(storage)
     except CorruptShardError as error:
-        _log.warning("%s; the steps say whose they are, and the next flush writes it anew", error.message)
+        _log.warning("%s; each step's meta.json is used instead, and the next flush writes it anew", error.message)
         identity = None
     steps = list_steps(storage)
     owner = identity.job if identity is not None else _owner_by_steps(storage, steps, job)
