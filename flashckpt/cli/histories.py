@@ -43,7 +43,7 @@ class Seen:
     memory_dir: str
     persist_dir: str | None  # None: there is none, or it is another job's
     lines: tuple[Line, ...]
-    memory: dict[Generation, tuple[int, int]]  # ranks with a shard on this node, and of all
+    memory: dict[Generation, tuple[int, int]]  # ranks with a shard on this node, and ranks in all
     committed: frozenset[Generation]
     nodes: dict[Launch, tuple[str, ...]]  # of the launches whose sessions this node remembers
     here: str  # this node's name

@@ -105,9 +105,9 @@ class _Play:
     def __init__(self, plan: Plan, cluster: Cluster, screen: Screen) -> None:
         self._plan, self._cluster, self._screen = plan, cluster, screen
         self._held: dict[str, NodeContents] = {}
-        self._announced = 0  # that launch's shards on the blank node, with their bytes
+        self._announced = 0  # the newest step that was reported as replicated
         self._past: Launch | None = None  # the launch that lost its node
-        self._arrived: dict[ShardId, int] = {}  # shards of the lost rank on the blank node, with their bytes
+        self._arrived: dict[ShardId, int] = {}  # that launch's shards on the blank node, with their bytes
         self._blank_name = f"node{plan.nodes}"
 
     def play(self) -> DemoOutcome:
@@ -147,7 +147,7 @@ class _Play:
             return follower.run.furthest >= plan.loss_step and record is not None and record.generation.step > 1
 
         self._follow(follower, "2/3  about to lose a node", is_time)
-        # Read before the node is lost: what was promised by then has to be kept.
+        # Read before the node is killed: what was promised by then has to be kept.
         self._look()
         record = newest_record(self._held)
         if record is None or follower.ended():

@@ -157,7 +157,7 @@ class _Object:
         # IMPORTANT: not close(), which would complete the upload of half an object.
         with contextlib.suppress(AttributeError):
             self._file.closed = True
-        with contextlib.suppress(OSError):  # set for a store where the object appears before it is closed
+        with contextlib.suppress(OSError):  # for stores where the object appears before it is closed
             self._fs.rm_file(self._path)
 
 
