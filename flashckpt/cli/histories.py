@@ -121,7 +121,7 @@ def command(
         for text in _drawn(roots):
             click.echo(printable(text))
         if hidden:
-            note(f"Not shown: {hidden} launches that the job went on without and of which nothing lies here.")
+            note(f"Not shown: {hidden} launches that the job did not continue and of which nothing is stored here.")
     for problem in seen.problems:
         note(problem)
     if not as_json:
@@ -321,12 +321,12 @@ def _title(branch: Branch) -> str:
     if base is not None:
         origin = f"from step {base.step}" if base.step < EVERYTHING else "from all that was there"
     else:
-        origin = "began with nothing" if branch.is_root else "what it went on from is not known here"
+        origin = "began with nothing" if branch.is_root else "what it continued is not known here"
     state = str(branch.state)
     if branch.state is State.CONTINUED:
         state += " with all its steps" if branch.up_to is None else f" up to step {branch.up_to}"
     elif branch.state is State.ONE_OF_SEVERAL:
-        state += ": a load asks which"
+        state += ": choose one before a load"
     return f"{name_of(launch)}  {date_of(launch)}  {origin}  [{state}]"
 
 
@@ -373,7 +373,7 @@ def _say(seen: Seen, name: str, *, abandon: bool) -> None:
                 f"{seen.persist_dir}: the choice of history {kept} could not be written there: {error}",
                 hint="it counts for loads in which this node takes part; repeat it when persist_dir can be written",
             ) from error
-    note(f"job {seen.job!r} goes on with history {kept} when it is started with this node; the others are abandoned")
+    note(f"job {seen.job!r} continues with history {kept} when it is started with this node; the others are abandoned")
 
 
 def _nonce() -> int:

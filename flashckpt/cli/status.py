@@ -184,7 +184,7 @@ def _launch_line(shown: dict[str, Any]) -> str:
         parts.append(f"launch epoch {launch['epoch']} ({launch['nonce']}), {shown['world']} ranks")
         parts.append(f"coordinator {shown['coordinator']}")
     if shown["fenced"]:
-        parts.append("fenced: a newer launch owns the job")
+        parts.append("overtaken: a newer launch owns the job")
     line = shown["line"]
     if line is not None and line["from_step"] is not None:
         parts.append(f"continued from step {line['from_step']} of launch {line['from_launch']}")
