@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 INTERRUPTED = "interrupted"
 _WIDTH = WIDE  # of the table in a file or a pipe
+_ONLY = "Only sections whose name starts so; repeatable, or with commas."
 _WHO = "Compare with these only; repeatable. See bench/README.md for the names."
 _WRITES = ("--out", "--json", "--text", "--html", "--png")
 _OUT = click.Path(path_type=Path)
@@ -50,7 +51,7 @@ def _size(_: click.Context, __: click.Parameter, value: str | None) -> int | Non
 @click.option("--size", callback=_size, help="Bytes of the large state, e.g. 512M. Default 1G, with --quick 16M.")
 @click.option("--rounds", type=click.IntRange(1), help="Rounds of steady saves and loads. Default 7, with --quick 2.")
 @click.option("--quick", is_flag=True, help="A small state, few rounds, nothing to install: does it run, not how fast.")
-@click.option("--only", multiple=True, metavar="SECTION", help="Only sections whose name starts so; repeatable.")
+@click.option("--only", multiple=True, metavar="SECTION", help=_ONLY)
 @click.option("--contender", "contenders", multiple=True, metavar="NAME", type=click.Choice(OTHERS), help=_WHO)
 @click.option("--visits", type=click.IntRange(1), help="Visits of each contender in the comparison. Default 3 (1).")
 @click.option("--wait", type=click.FloatRange(0), help="Seconds to wait for a quiet machine, before each step.")
@@ -92,6 +93,7 @@ def main(
         is_quick=quick,
         contenders=contenders,
     )
+    only = tuple(name.strip() for names in only for name in names.split(",") if name.strip())
     sections = [one for one in plan_sections(options) if not only or one.name.startswith(only)]
     if not sections:
         raise click.BadParameter(f"no section starts with {' or '.join(only)}", param_hint="--only")

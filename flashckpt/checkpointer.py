@@ -214,6 +214,7 @@ class Checkpointer:
         extra: Mapping[str, Any] | None = None,
         overlap: bool = False,
         defers: Callable[[str, torch.Tensor], bool | None] | None = None,
+        owner_of: Callable[[torch.Tensor], torch.Tensor | None] | None = None,
         on_begin: Callable[[SaveHandle], None] | None = None,
         inspect: Callable[[Flat, SavePlan], None] | None = None,
     ) -> SaveHandle:
@@ -228,7 +229,8 @@ class Checkpointer:
         `handle.give_up()` before it mutates them: then the copy is thrown away. If a tensor changes before that and the
         change is found, the shard is not sealed, the reason names the tensor, and later saves copy it before they
         return. `defers(key, tensor)` returns True if a tensor may be deferred, or None if it may be as long as it is
-        large and has not changed since the last save. Without `defers`, all tensors may. `on_begin` gets the handle
+        large and has not changed since the last save. Without `defers`, all tensors may. `owner_of(tensor)` returns the
+        parameter that a tensor is an alias of, if any: its version counter is compared too. `on_begin` gets the handle
         before the copy begins. `inspect` gets the flattened state before that and refuses it by raising.
 
         The first save calls each `state_dict()` twice: if the second call gives other keys, kinds, shapes or dtypes, no
@@ -267,7 +269,10 @@ class Checkpointer:
                     raise
                 planned = time.perf_counter() - began
                 if deferred is None:
-                    self._begin_overlapped(handle, generation, prepared, planned, defers or _defers_all, on_begin)
+                    split = functools.partial(
+                        self._deferrals.split, defers=defers or _defers_all, owner_of=owner_of or _owned_by_nobody
+                    )
+                    self._begin_overlapped(handle, generation, prepared, planned, split, on_begin)
                 else:
                     self._write(handle, generation, prepared, planned, deferred, None)
                 handle.blocked_seconds = time.perf_counter() - began
@@ -292,12 +297,12 @@ class Checkpointer:
         generation: Generation,
         prepared: Prepared,
         planned: float,
-        defers: Callable[[str, torch.Tensor], bool | None],
+        split: Callable[[SaveHandle, Flat, SavePlan], Deferred],
         on_begin: Callable[[SaveHandle], None] | None,
     ) -> None:
         """Starts the copy in the thread. Returns once the immediate tensors are copied."""
         try:
-            deferred = self._deferrals.split(handle, prepared.flat, prepared.plan, defers)
+            deferred = split(handle, prepared.flat, prepared.plan)
             handle.before_pass = deferred.look_again
             ready = when_ready(prepared.flat)
             if on_begin is not None:
@@ -648,7 +653,7 @@ class Checkpointer:
             self._slots.enter(launch)
             self._attempts.begin()
             self._outcomes.begin()
-            self._attempts.follow()
+            self._attempts.follow(generation)
             if self._topology.is_leader:
                 line = recovery.line_for(launch, generation)
                 self._slots.put_line(line.compacted(recovery.present), generation)
@@ -836,13 +841,13 @@ class Checkpointer:
             self._store.forget_persisted()  # whoever starts anew does not miss what lay in persist_dir
         line = begun(self._slots.launch) if given_up is None else given_up.line_for(self._slots.launch, None)
         self._writer.due_line = line.compacted(present)
-        self._attempts.follow()
+        self._attempts.follow(None)
         return line
 
     def _put_line(self, line: Line, base: Generation | None, present: Collection[Launch]) -> None:
         """Collective."""
         put_line(self._group, self._topology, self._slots, line.compacted(present), base)
-        self._attempts.follow()
+        self._attempts.follow(base)
         self._remember_line(line)
 
     def _remember_line(self, line: Line) -> None:
@@ -853,3 +858,7 @@ class Checkpointer:
 
 def _defers_all(_key: str, _tensor: torch.Tensor) -> bool:
     return True
+
+
+def _owned_by_nobody(_tensor: torch.Tensor) -> None:
+    return None

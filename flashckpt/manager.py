@@ -214,13 +214,15 @@ class CheckpointManager:
         taken = time.perf_counter()
         with self._gate.shut():
             state = self._state.capture()
+            changes = self._state.changes_only_in_step() if overlap else None
             captured = time.perf_counter() - taken
             handle = self._checkpointer.save(
                 step,
                 state,
                 extra=extra,
                 overlap=overlap,
-                defers=self._state.changes_only_in_step() if overlap else None,
+                defers=changes,
+                owner_of=None if changes is None else changes.owner_of,
                 on_begin=self._gate.close_behind,
                 inspect=lambda flat, plan: self._structures.check(tuple(self._state.states), flat, plan, step),
             )

@@ -72,6 +72,12 @@ def test_a_section_that_fails_is_named_and_the_others_are_measured(sections: Sec
     assert sections.measured == ["a", "c", "b"]
 
 
+def test_sections_are_chosen_by_names_with_commas_or_one_by_one(sections: Sections, tmp_path: Path) -> None:
+    assert run(tmp_path / "a.json", "--only", "c,a").exit_code == 0
+    assert run(tmp_path / "b.json", "--only", "b", "--only", "c").exit_code == 0
+    assert sections.measured == ["a", "c", "b", "c"]
+
+
 @pytest.mark.parametrize("end", [KeyboardInterrupt(), SystemExit(143)])
 def test_what_was_measured_before_an_end_is_in_the_file(sections: Sections, tmp_path: Path, end: BaseException) -> None:
     sections.fails["b"] = end

@@ -144,7 +144,13 @@ def check_place(persist_dir: str) -> None:
     try:
         mode = os.stat(persist_dir).st_mode
     except FileNotFoundError:
-        pass
+        link = _dangling_link(persist_dir)
+        if link is not None:
+            raise PersistError(
+                f"persist_dir {persist_dir}: expected a directory, found that {link} is a link to {os.readlink(link)}, "
+                "which is not there",
+                hint="mount what belongs there on this node, or mend the link",
+            ) from None
     else:
         if not stat.S_ISDIR(mode):
             raise PersistError(
@@ -234,6 +240,14 @@ def _latest(storage: Storage) -> str | None:
 
 
 # --- mounts -----------------------------------------------------------------------------------------------------------
+
+
+def _dangling_link(path: str) -> str | None:
+    """Return the part of `path` that is a link to nothing: what it leads to is not mounted, or was removed."""
+    for part in (path, *map(str, Path(path).parents)):
+        if os.path.lexists(part):
+            return part if os.path.islink(part) and not os.path.exists(part) else None
+    return None
 
 
 def _lacking_mount(persist_dir: str) -> str | None:

@@ -1,1 +1,1 @@
-"""What agents decide: pure, without I/O and without a clock."""
+"""Decides what an agent does: pure, without I/O and without a clock."""

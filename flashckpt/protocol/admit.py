@@ -1,4 +1,4 @@
-"""Whether another node may store a replica here, or read a shard. Pure: the answer comes with its reason."""
+"""Decides whether another node may store a replica here, or read a shard. Pure: the answer comes with its reason."""
 
 from __future__ import annotations
 
@@ -29,7 +29,11 @@ def answer_put(
     expected: bool,
     is_spare: Callable[[Generation], bool],
 ) -> Accept | Decline:
-    """`expected`: the healer has announced it. `is_spare`: a generation that is not counted against the slots."""
+    """Accept or decline a replica that another node wants to store here.
+
+    `expected`: the healer has announced it. `is_spare` returns True for a generation that is not counted against the
+    slots.
+    """
     held = holdings.held.get(put.shard)
     reason, retry = _why_no_put(put, current, ledger, holdings, expected, is_spare)
     if reason:
@@ -61,7 +65,7 @@ def _why_no_put(
     expected: bool,
     is_spare: Callable[[Generation], bool],
 ) -> tuple[str, bool]:
-    """Why it is refused ("" = it is not), and whether asking again later may help."""
+    """Return why the replica is refused ("" = it is not), and whether a later try may succeed."""
     shard, session, node_id = put.shard, current.session, current.node_id
     reason, retry = current.why_stranger(put.sender, put.launch)
     member = current.member(put.sender)
@@ -70,14 +74,15 @@ def _why_no_put(
     why = ledger.why_droppable(shard.generation)
     if why:
         return why, False
-    # What was lost here may come from any member that has it; so may what is kept, where the healer has announced it.
+    # A shard that is wanted back may come from any member that has it; so may a kept one that the healer has announced.
     if holdings.wanted.get(shard) is not None or expected:
         return "", False
     if launch_of(shard.generation) != put.launch or shard.rank not in member.ranks:
         return f"{shard} is not {put.sender}'s to give away", False
     if current.placement is None or node_id not in current.placement.buddies(shard.rank):
         return f"{node_id} keeps no replicas of rank {shard.rank}", False
-    # A rank writes into slots_per_rank slots; one more for the moment between a commit here and there.
+    # A rank writes into slots_per_rank slots. One more is needed between the commit on the coordinator and its news
+    # here.
     kept = sum(
         s.rank == shard.rank and launch_of(s.generation) == put.launch and not is_spare(s.generation)
         for s in holdings.held
@@ -89,7 +94,7 @@ def _why_no_put(
 
 
 def _is_extra(shard: ShardId, current: CurrentLaunch, ledger: Ledger, holdings: Holdings) -> bool:
-    """A copy that this node would not have if all nodes were well."""
+    """Return True if the replica is here only because another node is down or was."""
     is_ours = current.owns(shard) or (
         current.is_of_this_launch(shard.generation) and current.node_id in current.buddies(shard.rank)
     )

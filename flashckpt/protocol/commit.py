@@ -1,4 +1,4 @@
-"""Decides when a generation is committed, and when it is given up. Pure."""
+"""Decides when a generation is committed, and when it is void. Pure."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ if TYPE_CHECKING:
     from flashckpt.types import Generation, Held, ShardId
 
 
-# Decisions of the commit protocol. Pure: what is known goes in, the answer comes out with its reason.
+# Decisions of the commit protocol. Each takes what is known and returns an answer with its reason.
 
 
 def keeps(
     generation: Generation, count: int, record: Record | None, line: Line | None, base: Generation | None
 ) -> tuple[Generation, ...]:
-    """Which `count` - 1 older generations stay when this one is committed: the newest good ones, newest first.
+    """Return which `count` - 1 older generations stay when this one is committed: the newest loadable ones, newest
+    first.
 
-    The record says it, so that all nodes keep the same ones, whichever records they have missed.
+    The list goes into the record, so that all nodes keep the same generations even if they have missed some records.
     """
     older = (record.generation, *record.keeps) if record is not None else () if base is None else (base,)
     good = [
@@ -47,19 +48,19 @@ def missing_ranks(reported: Set[int] | Mapping[int, object], world: int) -> list
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """How far a rank has got."""
+    """The newest generation that a rank is known to have sealed."""
 
     generation: Generation  # of the present launch, whose generations are in order
-    heard_at: float  # when its node last spoke of it
+    heard_at: float  # when its node last reported it
 
 
 def abandoned_by(
     generation: Generation, sealed: Mapping[int, float], reached: Mapping[int, Reached], patience: float
 ) -> int | None:
-    """A rank that has got further without this generation, and so will never complete it.
+    """Return a rank that has sealed a newer generation than this one without having sealed this one. It never will.
 
-    Its node repeats what it has at every beat, so that it can also be told when a shard that it once had is not
-    spoken of any more: it was lost while nobody looked.
+    A rank's node reports what the rank has sealed at every beat. So a shard that is no longer reported, although it
+    once was, is found here too.
     """
     for rank, further in reached.items():
         if further.generation > generation:
@@ -74,21 +75,21 @@ def abandoned_by(
 
 @dataclass(slots=True)
 class Tally:
-    """What is known of one generation."""
+    """What the coordinator knows of one generation."""
 
-    reports: dict[int, Report] = field(default_factory=dict)  # rank → what its node said, where enough others hold it
-    sealed: dict[int, float] = field(default_factory=dict)  # rank → when its node last said that it has its shard
+    reports: dict[int, Report] = field(default_factory=dict)  # rank → its node's report, if enough others hold the shard
+    sealed: dict[int, float] = field(default_factory=dict)  # rank → when its node last reported that it has the shard
 
 
 class Ballot:
-    """Reports are states: the last one of a rank counts, and one that says less takes the earlier one back."""
+    """Counts reports. Only the last report of a rank counts; one with fewer holders takes the earlier one back."""
 
     def __init__(self) -> None:
         self.generations: dict[Generation, Tally] = {}
         self.reached: dict[int, Reached] = {}  # how far each rank has got
 
     def take(self, report: Report, now: float, *, enough: bool) -> Tally:
-        """`enough`: as many other nodes hold the shard as are asked for."""
+        """Count a report. `enough`: as many other nodes hold the shard as are asked for."""
         view = self.generations.setdefault(report.shard.generation, Tally())
         view.sealed[report.shard.rank] = now
         if enough:
@@ -98,7 +99,7 @@ class Ballot:
         return view
 
     def take_back(self, shard: ShardId) -> None:
-        """Its owner does not have it any more."""
+        """Forget the report of a shard that its owner has lost."""
         view = self.generations.get(shard.generation)
         if view is not None:
             view.reports.pop(shard.rank, None)
@@ -117,13 +118,13 @@ class Ballot:
         return dict(view.reports) if view is not None else {}
 
 
-# The way of a generation to its record, or to being given up. No I/O.
+# Takes a generation to its record, or makes it void. No I/O.
 #
-# Owners report to the coordinator; the coordinator counts, decides once, and announces.
+# Owners report to the coordinator. The coordinator counts, decides once, and announces the decision.
 
 
 class Committing:
-    """One node's part in it; the count is the coordinator's."""
+    """One node's part in the commit: reports as an owner; counts and decides as the coordinator."""
 
     def __init__(
         self,
@@ -148,21 +149,21 @@ class Committing:
         self._copying = copying
         self._outbox = outbox
         self._patience = patience
-        self._wall_offset = wall_offset  # of the wall clock against `now`, for people
+        self._wall_offset = wall_offset  # wall clock minus `now`, for times shown to people
         self.ballot = Ballot()
 
     def enter(self) -> None:
-        """Another launch."""
+        """Start with an empty count for another launch."""
         self.ballot = Ballot()
 
     def stop(self) -> None:
-        """The launch is over: nothing is committed any more."""
+        """Forget the count: the launch is over, and nothing is committed any more."""
         self.ballot.generations.clear()
 
     # --- as an owner ----------------------------------------------------------------------------------------
 
     def report_of(self, held: Held) -> Report:
-        """What to tell the coordinator of an own shard: where it lies now, be that enough or not."""
+        """Return the report of an own shard: where it lies now, whether that is enough or not."""
         return Report(held.shard, held.digest, tuple(sorted(self._holdings.acks.get(held.shard, ()))))
 
     def report(self, held: Held, now: float) -> None:
@@ -170,7 +171,7 @@ class Committing:
             self.tell(self.report_of(held), now)
 
     def tell(self, body: Report | Lost, now: float) -> None:
-        """The coordinator, of an own shard."""
+        """Send the coordinator a message about an own shard."""
         current = self._current
         if current.session is None or current.is_fenced:
             return
@@ -182,12 +183,12 @@ class Committing:
             self.take_back(body.shard, now)
 
     def give_up(self, generation: Generation, reason: str, now: float) -> None:
-        """A rank of this node can't deliver its shard."""
+        """Void a generation of which a rank of this node can't deliver its shard."""
         current, ledger = self._current, self._ledger
         if current.session is None or not current.is_of_this_launch(generation) or ledger.is_settled(generation):
             return
-        # IMPORTANT: void here before the coordinator has said so, which is safe only because the rank's shard is
-        # not reported and never will be: without it nothing can be committed.
+        # IMPORTANT: void here before the coordinator has decided. This is safe only because the rank's shard is not
+        # reported and never will be: without it nothing can be committed.
         ledger.note_given_up(generation)
         self._void(generation, reason)
         self._releasing.collect()
@@ -197,9 +198,9 @@ class Committing:
             self._outbox.send(current.session.coordinator, GiveUp(generation), now)
 
     def ask_to_give_up(self, generation: Generation, now: float) -> None:
-        """An own shard may have been reported and is not to be had any more.
+        """Ask the coordinator to void a generation of which an own shard is lost that may have been reported.
 
-        IMPORTANT: nothing is dropped before the coordinator has decided. It may have counted an earlier report, and
+        IMPORTANT: nothing is released before the coordinator has decided. It may have counted an earlier report, and
         have committed without this node having heard of it.
         """
         current = self._current
@@ -212,7 +213,7 @@ class Committing:
             self._outbox.send(current.session.coordinator, GiveUp(generation), now)
 
     def take_news(self, record: Record | None, voids: tuple[Generation, ...]) -> None:
-        """What the coordinator decided."""
+        """Apply the coordinator's decisions."""
         for generation in voids:
             if self._current.is_of_this_launch(generation) and not self._ledger.is_settled(generation):
                 self._void(generation, "a rank gave it up")
@@ -222,7 +223,7 @@ class Committing:
     # --- as the coordinator ---------------------------------------------------------------------------------
 
     def take_report(self, sender: str, report: Report, now: float) -> None:
-        """Commits once every rank's shard is where it should be."""
+        """Count a report, and commit once every rank's shard has its copies."""
         current, generation = self._current, report.shard.generation
         member = current.member(sender)
         if current.session is None or member is None or report.shard.rank not in member.ranks:
@@ -238,13 +239,13 @@ class Committing:
         self._void_what_cannot_complete(now)
 
     def take_back(self, shard: ShardId, now: float) -> None:
-        """The owner of a shard does not have it any more, or has given it up."""
+        """Stop counting a shard that its owner has lost or given up."""
         self.ballot.note_reached(shard, now)
         self.ballot.take_back(shard)
         self._void_what_cannot_complete(now)
 
     def take_give_up(self, generation: Generation, sender: str, now: float) -> None:
-        """Commit or void, never both."""
+        """Void a generation at its owner's request, unless it is committed: commit or void, never both."""
         if self._ledger.is_settled(generation):
             return
         self._void(generation, f"a rank of {sender} gave it up")
@@ -252,8 +253,11 @@ class Committing:
         self.announce(now)
 
     def announce(self, now: float) -> None:
-        """Once, at once; whoever misses it finds the same in the answer to its next beat. Also of orders, by whoever
-        gives them."""
+        """Send new decisions to all members, once and at once.
+
+        A member that misses them finds them in the answer to its next beat. A node that gives flush orders announces
+        those in the same way.
+        """
         ledger, flushing = self._ledger, self._flushing
         decided = (ledger.threshold, tuple(ledger.voids)) if self._current.is_coordinator else (None, ())
         news = Announce(*decided, flushing.order, flushing.persisted, flushing.failure)
@@ -270,11 +274,11 @@ class Committing:
         self._releasing.collect()
 
     def _void_what_cannot_complete(self, now: float) -> None:
-        """A rank that delivered a later generation without an earlier one never will: others must not wait for it.
+        """Void generations older than one that the same rank has delivered: the rank will never deliver them.
 
-        IMPORTANT: here and wherever the coordinator gives a generation up, its own shards go before anybody hears of
-        it. Voids are not kept on disk: without its own shards a coordinator that was restarted can't commit any more
-        what others have dropped since.
+        IMPORTANT: here and wherever the coordinator voids a generation, its own shards are released before any other
+        node hears of it. Voids are not kept on disk: without its own shards a restarted coordinator can't commit what
+        others have released since.
         """
         reached, news = self.ballot.reached, False
         for generation, view in list(self.ballot.generations.items()):

@@ -1,4 +1,4 @@
-"""Carries healing out: tells the healer what lies here of what is kept, and makes the copies it asks for. No I/O."""
+"""Carries out healing: tells the healer which kept shards lie here, and makes the copies that it orders. No I/O."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Copying:
-    """A healing a session. It only ever adds copies."""
+    """Holds one `Healing` per session. It only ever adds copies."""
 
     def __init__(
         self,
@@ -53,42 +53,48 @@ class Copying:
 
     @property
     def health(self) -> Word | None:
-        """How what is kept stands: the last word of a healer."""
+        """Return the healer's last word on the kept generation."""
         return self._healing.health if self._healing is not None else None
 
     # --- what is kept ---------------------------------------------------------------------------------------
 
     def holdings(self, generation: Generation) -> dict[str, frozenset[int]]:
-        """By member, the ranks whose shards it is known to have first hand: this node's, and as the healer those of all
-        that count."""
+        """Return the ranks whose shards each member is known to have first hand.
+
+        Without being the healer, that is this node alone; the healer knows all members that count.
+        """
         mine = frozenset(shard.rank for shard in self._holdings.held if shard.generation == generation)
         known = self._healing.holdings(generation) if self._healing is not None else {}
         return {**known, self._current.node_id: mine}
 
     def hear_kept(self, generation: Generation, now: float) -> None:
-        """A member says that it is committed. Only the coordinator's word licenses anything to go; but where the
-        coordinator is gone, this is how those hear what has to be healed who missed its word."""
+        """Note that a member has a record of this generation.
+
+        Only the coordinator's word licenses any release. But if the coordinator is down, nodes that missed its word
+        learn in this way which generation has to be healed.
+        """
         if self._needs_hearsay(now):
             self._ledger.hear_kept(generation)
         else:
             self._ledger.forget_hearsay()
 
     def _needs_hearsay(self, now: float) -> bool:
-        """Whether the coordinator can't tell: it does not answer, or is this very node and came back blank."""
+        """Return True if the coordinator can't tell: it does not answer, or it is this node and came back without its
+        memory."""
         if self._current.is_coordinator:
             return self._ledger.threshold is None
         session = self._current.session
         return session is not None and self._duties.healer(now) != session.coordinator
 
     def note_commit(self, generation: Generation, reports: Mapping[int, Report], now: float) -> None:
-        """As the coordinator."""
+        """Count the holders of a commit that this node has just made as the coordinator."""
         if self._healing is not None and self._ledger.kept == generation:
             self._healing.note_commit(reports, now)
 
     # --- as a holder ----------------------------------------------------------------------------------------
 
     def holds(self, now: float) -> list[Holds]:
-        """What this node has of what is kept; nothing where nothing is."""
+        """Return which shards of the kept generation this node has; nothing if none is kept."""
         kept = self._ledger.kept
         if kept is None or self._healing is None:
             return []
@@ -96,15 +102,15 @@ class Copying:
         return [self._healing.holds(kept, self._holdings.held.values(), committed=committed, now=now)]
 
     def say_holds(self, now: float) -> None:
-        """At once, because it has changed: the next copies wait for it."""
+        """Tell the healer at once that this node's shards have changed: it orders the next copies after that."""
         healer = self._duties.healer(now)
         for holds in self.holds(now) if healer != self._current.node_id else ():
             self._outbox.send(healer, holds, now)
 
     def take_answer(self, sender: str, answer: Answer, now: float) -> None:
-        """Of the healer, and of nobody else: what is to be taken from whom."""
+        """Apply the healer's answer: its word on the kept generation, and the copies to make or to expect."""
         if answer.health is not None and answer.health.committed:
-            # The healer itself may know it from others only, and then has no record to show.
+            # The healer may know of the generation from other members only, and then has no record to show.
             self.hear_kept(answer.health.generation, now)
         if self._healing is None or answer.health is None or answer.health.generation != self._ledger.kept:
             return
@@ -125,8 +131,10 @@ class Copying:
         self._pushing.start(now)
 
     def ended(self, one: QueuedPush, event: Pushed, now: float) -> None:
-        """A push that the healer asked for. It has to know of a target that does not want to; of one that is gone it
-        will hear."""
+        """Tell the healer how a copy that it ordered ended.
+
+        Only a refusal has to be told: if the target is down, the healer notices by itself.
+        """
         if self._healing is None:
             return
         if one.acked:
@@ -136,14 +144,15 @@ class Copying:
             self._healing.note_refusal(event.shard, event.node_id, one.problem, now)
 
     def is_expected(self, shard: ShardId, digest: bytes, now: float) -> bool:
-        """The healer has announced it, and it is still what is kept: it may come from any member that has it."""
+        """Return True if the healer has announced this copy and its generation is still the kept one: any member may
+        send it."""
         expected = self._healing is not None and self._healing.is_expected(shard, digest, now)
         return expected and shard.generation == self._ledger.kept
 
     # --- as the healer --------------------------------------------------------------------------------------
 
     def look(self, healer: str, now: float) -> list[Holds]:
-        """Decides anew, where this node is the healer. Returns what it has itself."""
+        """Decide on copies if this node is the healer. Return which kept shards it has itself."""
         if self._ledger.hearsay is not None and not self._needs_hearsay(now):
             self._ledger.forget_hearsay()
         holds, healing, node_id = self.holds(now), self._healing, self._current.node_id
@@ -163,5 +172,5 @@ class Copying:
                 self.hear_kept(holds.generation, now)
 
     def answer_to(self, node_id: str) -> tuple[Health | None, tuple[CopyOrder, ...]]:
-        """What a node hears that has told what it has."""
+        """Return the healer's answer to a node that has told which shards it has."""
         return self._healing.answer_to(node_id) if self._healing is not None else (None, ())

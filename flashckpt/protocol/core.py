@@ -1,16 +1,16 @@
-"""The agent's mind: a state machine without I/O, threads, clock or randomness.
+"""Runs an agent's decisions: a state machine without I/O, threads, clock or randomness.
 
-`handle(event, now)` takes one event and returns what is to be done, in order. The gRPC shell and the simulator
-are its two drivers; both must carry the effects of one list out in order, and one list before the next event.
+`handle(event, now)` takes one event and returns the effects, in order. The agent's shell and the simulator drive it;
+both must carry out the effects of one list in order, and one list before the next event.
 
-What it guarantees (docs/protocol.md): a shard is reported only while enough other nodes hold it verified; a record
-is written only when every rank's shard is reported, by the coordinator of the launch, once; a copy that was
-acknowledged goes only when its generation is abandoned, given up, or followed by a record of the same launch; and
-nothing of an older launch has any effect once a newer one was seen. Healing (protocol/heal.py) only ever adds copies.
+What it guarantees (docs/protocol.md): a shard is reported only while enough other nodes hold it verified; a record is
+written only when every rank's shard is reported, by the coordinator of the launch, once; a copy that was acknowledged
+is released only when its generation is abandoned, void, or followed by a record of the same launch; and nothing of an
+older launch has any effect once a newer one was seen. Healing (protocol/heal.py) only ever adds copies.
 
-Here every event finds the parts that it concerns. Each part owns its state, reads that of the parts it was given, and
-puts what it decides into the outbox. In the order in which they build on each other: standing (whose launch), peers,
-duties (who does what for all), ledger (what is decided), custody (where shards are), flushing, pushing; releasing,
+Each event is passed to the parts that it concerns. A part owns its state, reads that of the parts it was given, and
+puts its decisions into the outbox. In the order in which they build on each other: current (the launch), peers, duties
+(which node does what for all), ledger (what is decided), holdings (where shards lie), flushing, pushing; releasing,
 copying (heals), committing, replicating; granting (slots), flush_orders, talking (messages).
 """
 
@@ -77,10 +77,10 @@ if TYPE_CHECKING:
 
 
 class AgentCore:
-    """One node's agent. Every public attribute is for reading."""
+    """One node's agent without its I/O. Other modules only read its public attributes."""
 
     def __init__(self, node_id: str, limits: Limits | None = None, wall_offset: float = 0.0) -> None:
-        """`wall_offset`: of the wall clock against `now`, for people."""
+        """`wall_offset`: wall clock minus `now`, for times shown to people."""
         self.node_id = node_id
         self.limits = limits = limits or Limits()
         patience = limits.peer_timeout
@@ -124,7 +124,7 @@ class AgentCore:
 
     @property
     def line(self) -> Line | None:
-        """In force."""
+        """The line in force."""
         return self.current.line
 
     @property
@@ -145,7 +145,7 @@ class AgentCore:
 
     @property
     def coordinator(self) -> str:
-        """Node id; "" without a launch."""
+        """The coordinator's node id; "" without a launch."""
         return self.session.coordinator if self.session is not None else ""
 
     @property
@@ -245,14 +245,14 @@ class AgentCore:
         if self.current.is_older(event.launch):
             self.outbox.add(RefuseFenced(None, self.current.why_fenced(event.launch)))
             return
-        # Before the line: what was loaded must not be taken for one of those that go.
+        # Before the line is adopted: what was loaded must not be taken for something that the line abandons.
         self.outbox.add(*self.ledger.keep_base(event.base))
         self.flushing.loaded(event.base, now)
         self._learn(event.launch, event.line)
         self.releasing.collect()
 
     def _learn(self, launch: Launch | None, line: Line | None) -> None:
-        """Adopts what is newer. A launch that is dead goes quiet, and its trainers hear of it."""
+        """Adopt a newer launch or line. If it ends the present launch, stop that and tell its trainers."""
         was_fenced = self.is_fenced
         adopted = self.current.learn(launch, line)
         if adopted:
@@ -265,7 +265,7 @@ class AgentCore:
             self._notify_fenced(self.session, self.current.why_fenced(self.session.launch))
 
     def _notify_fenced(self, session: Session, reason: str) -> None:
-        """Trainers of a launch that is over wait for levels that its generations will never reach."""
+        """Tell trainers of an ended launch that its generations will never reach the levels they wait for."""
         for generation in {s.generation for s in self.held if launch_of(s.generation) == session.launch}:
             if not self.ledger.is_overtaken(generation):
                 self.outbox.add(Notify(generation, Level.NONE, reason))
@@ -300,7 +300,7 @@ class AgentCore:
 
     def _on_fetched(self, event: Fetched, now: float) -> None:
         self._on_sealed(ShardSealed(event.held), now)
-        # While it came in, a line or another launch may have made it needless.
+        # A line or another launch that came during the transfer may have made the copy needless.
         if event.held.shard in self.held:
             self.outbox.add(Acknowledge())
 
@@ -334,7 +334,7 @@ class AgentCore:
     # --- other nodes ----------------------------------------------------------------------------------------
 
     def _meet(self, node_id: str, launch: Launch | None, line: Line | None, now: float) -> None:
-        """It was heard from, and what it says of launches counts before all else."""
+        """Record that the node is alive, then apply the launch and line that it reports."""
         self.peers.hear(node_id, now)
         self._learn(launch, line)
 
@@ -365,7 +365,8 @@ class AgentCore:
         self.peers.hear(event.sender, now)
         shard, current = event.held.shard, self.current
         asked_for = self.holdings.add(event.held)
-        # While it came in, a line, a record or another launch may have made it needless: then it does not count.
+        # A line, a record or another launch that came during the transfer may have made the copy needless: then it does
+        # not count.
         self.releasing.collect()
         counts = asked_for or current.is_of_this_launch(shard.generation) or shard.generation == self.kept
         is_present = self.session is not None and self.session.launch == event.launch and not self.is_fenced
@@ -384,7 +385,7 @@ class AgentCore:
         if event.end is not PushEnd.FAILED:
             self.peers.hear(event.node_id, now)
         self._learn(event.launch, event.line)
-        # Only now: what was learned may have put an end to all transfers of this launch.
+        # After `_meet`: what was learned there may have ended all pushes of this launch.
         one = self.pushing.end(event, now)
         if one is None:
             self.releasing.collect()

@@ -1,4 +1,4 @@
-"""Which launch a node works for, who else is in it, and which newer one has taken over. No I/O."""
+"""Tracks which launch a node works for, who its members are, and which newer launch has taken over. No I/O."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
 
 
 class CurrentLaunch:
-    """Read by all parts of the core; only the core itself changes it."""
+    """The launch that this node works for. All parts of the core read it; only the core changes it."""
 
     def __init__(self, node_id: str) -> None:
         self.node_id = node_id
         self.session: Session | None = None
         self.placement: Placement | None = None
         self.line: Line | None = None  # in force
-        self._lines: dict[Launch, Line] = {}  # of launches that something is left of here, and the one in force
-        self.seen: Launch | None = None  # the newest launch that anybody spoke of
-        # The last answer, with what it was the answer to.
+        self._lines: dict[Launch, Line] = {}  # of launches with shards or a record here, and the one in force
+        self.seen: Launch | None = None  # the newest launch that any message named
+        # The last answer of `newest`, with the values it was computed from.
         self._newest: tuple[Launch | None, Session | None, Line | None, Launch | None] = (None, None, None, None)
 
     # --- changes --------------------------------------------------------------------------------------------
 
     def start(self, lines: Iterable[Line]) -> None:
-        """With what lies in the directory."""
+        """Adopt the lines found in the directory."""
         self._lines = by_head(lines)
         self.line = next(reversed(self._lines.values()), None)
 
@@ -42,11 +42,12 @@ class CurrentLaunch:
         return self.placement
 
     def learn(self, launch: Launch | None, line: Line | None) -> list[Effect]:
-        """Adopts what is newer."""
+        """Adopt a launch or line if it is newer."""
         if launch is not None and (self.seen is None or self.seen.is_older_than(launch)):
             self.seen = launch
-        # A line of a launch that has been overtaken comes too late: the newer one has chosen, or is choosing, from
-        # what lies here, and its own line will say what is dead. The late one might kill the very thing it loads.
+        # The line of an overtaken launch is ignored: the newer launch has chosen, or is choosing, from what lies here,
+        # and its own line will say what is dead. The old line might abandon the very generation that the newer launch
+        # loads.
         if line is None or self.is_older(line.head):
             return []
         in_force = newer(self.line, line)
@@ -56,7 +57,7 @@ class CurrentLaunch:
         return [KeepLine(in_force)]
 
     def forget(self, present: Collection[Launch]) -> None:
-        """Drop the lines of launches that nothing is left of here, if the line in force knows of them."""
+        """Drop the lines of launches of which nothing is left here, if the line in force knows of those launches."""
         line = self.line
         if line is not None:
             self._lines = {
@@ -67,11 +68,11 @@ class CurrentLaunch:
 
     @property
     def lines(self) -> tuple[Line, ...]:
-        """Of launches that something is left of here; the one in force last."""
+        """Return the lines of launches of which something is left here; the one in force comes last."""
         return tuple(by_head(self._lines.values()).values())
 
     def root_of(self, launch: Launch) -> Launch | None:
-        """None: its line is not known here."""
+        """Return the root of a launch's line; None if its line is not known here."""
         line = self._lines.get(launch)
         return None if line is None else line.root
 
@@ -79,7 +80,7 @@ class CurrentLaunch:
 
     @property
     def newest(self) -> Launch | None:
-        """The newest launch known here, by whatever sign."""
+        """The newest launch known here, from any source."""
         seen, session, line, answer = self._newest
         if seen is not self.seen or session is not self.session or line is not self.line:
             known = [self.session.launch] if self.session is not None else []
@@ -91,7 +92,7 @@ class CurrentLaunch:
 
     @property
     def is_fenced(self) -> bool:
-        """A newer launch was seen than the one that this node's trainers began."""
+        """True if a newer launch was seen than the one that this node's trainers began."""
         return self.session is not None and self.is_older(self.session.launch)
 
     def is_older(self, launch: Launch) -> bool:
@@ -111,10 +112,10 @@ class CurrentLaunch:
         return overtaken_by(newest, launch)
 
     def why_not_begin(self, session: Session) -> str:
-        """Why trainers may not begin it here; "" = they may, or have."""
+        """Return why trainers may not begin the launch here; "" = they may, or have begun it."""
         if self.is_older(session.launch):
             return self.why_fenced(session.launch)
-        # The same launch with other members would be two sessions in one: the first one stays.
+        # The same launch with other members would be two sessions under one name: the first one stays.
         if self.session is not None and self.session.launch == session.launch and self.session != session:
             return "this launch began with other members or settings"
         return ""
@@ -127,7 +128,7 @@ class CurrentLaunch:
 
     @property
     def replicas(self) -> int:
-        """Copies on other nodes that a shard of this launch gets."""
+        """The number of copies on other nodes that a shard of this launch needs."""
         return self.placement.replicas if self.placement is not None else 0
 
     def member(self, node_id: str) -> Member | None:
@@ -135,20 +136,20 @@ class CurrentLaunch:
         return next((member for member in members if member.node_id == node_id), None)
 
     def owner_of(self, shard: ShardId) -> str | None:
-        """The node whose rank wrote it, if that was in the present launch."""
+        """Return the node whose rank wrote the shard; None if it was written in another launch."""
         if self.session is None or not self.is_of_this_launch(shard.generation):
             return None
         return next((m.node_id for m in self.session.members if shard.rank in m.ranks), None)
 
     def owns(self, shard: ShardId) -> bool:
-        """Whether a rank of this node wrote it, in the present launch."""
+        """Return True if a rank of this node wrote the shard in the present launch."""
         return self.owner_of(shard) == self.node_id
 
     def buddies(self, rank: int) -> tuple[str, ...]:
         return self.placement.buddies(rank)[: self.replicas] if self.placement is not None else ()
 
     def why_stranger(self, sender: str, launch: Launch) -> tuple[str, bool]:
-        """Why a node is not listened to ("" = it is), and whether asking again later may help."""
+        """Return why a node's messages are refused ("" = they are not), and whether a later try may succeed."""
         if self.is_older(launch):
             return self.why_fenced(launch), False
         if self.session is None or self.session.launch != launch:

@@ -1,4 +1,4 @@
-"""Which epochs an agent accepts from trainers and from other nodes. Pure.
+"""Decides which epochs an agent accepts from trainers and from other nodes. Pure.
 
 IMPORTANT: an agent adopts every newer launch or line that it hears of for good, and the job's next launch has to be
 above it. An epoch without a bound could be the job's last one.
@@ -18,12 +18,13 @@ if TYPE_CHECKING:
 _DAY_MS = 86_400_000
 # An epoch is a time in milliseconds since 1970. A node's own clock may be far behind those of the others.
 _MAX_AHEAD_OF_CLOCK_MS = 100 * 366 * _DAY_MS
-# Or it is one above the launch before, where a clock was once far ahead: as many launches may have passed this node by.
+# Or the epoch is one above the previous launch's, whose clock was far ahead: this node may have missed as many
+# launches.
 _MAX_AHEAD_OF_KNOWN = _DAY_MS
 
 
 def heard(event: Event) -> tuple[tuple[str, int], ...]:
-    """Return the epochs that the core may adopt from an event, each with what it is the epoch of."""
+    """Return the epochs that the core may adopt from an event, each with the name of what it belongs to."""
     match event:
         case Begun(session):
             return named(session.launch, None)
@@ -45,7 +46,7 @@ def named(launch: Launch | None, line: Line | None) -> tuple[tuple[str, int], ..
 
 
 def why_refused(epochs: tuple[tuple[str, int], ...], known: int, now: float) -> str:
-    """Return why an agent does not accept one of them; "" = it accepts all.
+    """Return why an agent does not accept one of the epochs; "" = it accepts all.
 
     `known`: the highest epoch that the job's own directory or trainers have brought; `now`: seconds since 1970.
     """

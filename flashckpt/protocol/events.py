@@ -1,4 +1,4 @@
-"""What goes into the agent's core (events) and what comes out of it (effects). Plain values, no behaviour."""
+"""Defines what the agent's core takes (events) and returns (effects). Plain values, no behaviour."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The agent looked at what lies in its directory."""
+    """The agent has read its directory."""
 
     held: tuple[Held, ...]
-    lines: tuple[Line, ...]  # of launches that something is left of; the one in force last
+    lines: tuple[Line, ...]  # of launches of which something is left; the one in force last
     records: tuple[Record, ...]
     session: Session | None
-    base: Generation | None = None  # what the session has loaded
+    base: Generation | None = None  # what the session's launch has loaded
 
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """Trainers of this node began, or go on with, a launch."""
+    """Trainers of this node began a launch, or joined the one that is running."""
 
     session: Session
 
 
 @dataclass(frozen=True, slots=True)
 class LinePut:
-    """The launch goes on from `base` (None: from nothing): what its line abandons is dead."""
+    """A launch continues from `base` (None: from nothing). What its line abandons is dead."""
 
     launch: Launch
     line: Line
@@ -64,14 +64,14 @@ class SlotWanted:
 
 @dataclass(frozen=True, slots=True)
 class WantDropped:
-    """Whoever asked does not wait any longer, or what was granted could not be had."""
+    """The trainer no longer waits for its slot, or the granted slot could not be provided."""
 
     request_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class ShardSealed:
-    """A shard lies sealed in the directory: a trainer said so, or a scan found it."""
+    """A sealed shard lies in the directory: a trainer reported it, or a scan found it."""
 
     held: Held
 
@@ -86,7 +86,7 @@ class GaveUp:
 
 @dataclass(frozen=True, slots=True)
 class LeaseEnded:
-    """A trainer said goodbye or died."""
+    """A trainer closed its connection or died."""
 
     lease_id: int
 
@@ -101,15 +101,18 @@ class Rotten:
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """A held shard is not in the directory any more, though nobody here released it."""
+    """A held shard is missing from the directory, although this agent did not release it."""
 
     shard: ShardId
 
 
 @dataclass(frozen=True, slots=True)
 class FlushWanted:
-    """A generation is wanted in persist_dir. None: nobody works here any more, so the newest is, also if it is only
-    committed after this."""
+    """A generation is wanted in persist_dir.
+
+    None: the last trainer has left, so the newest committed generation is wanted, even if it is committed after this
+    event.
+    """
 
     generation: Generation | None
     reason: str
@@ -118,7 +121,7 @@ class FlushWanted:
 
 @dataclass(frozen=True, slots=True)
 class FlushEnded:
-    """This node's flusher ended; `reason` says what went wrong, "" = nothing."""
+    """This node's flusher ended. `reason` says what went wrong; "" = nothing."""
 
     attempt: int
     reason: str = ""
@@ -165,7 +168,7 @@ class Received:
     """A replica was received, verified and sealed."""
 
     sender: str
-    launch: Launch  # in whose name it was sent
+    launch: Launch  # the launch in whose name it was sent
     held: Held
 
 
@@ -185,9 +188,9 @@ class Fetched:
 
 class PushEnd(enum.Enum):
     ACKED = enum.auto()
-    REFUSED = enum.auto()  # for good: nobody needs it any more
+    REFUSED = enum.auto()  # for good: the node does not need the shard
     LATER = enum.auto()  # refused for now
-    FAILED = enum.auto()  # in transport
+    FAILED = enum.auto()  # the connection failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +274,7 @@ class Quarantine:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Give the slot that was asked for."""
+    """Give the requester its slot."""
 
     request_id: int
 
@@ -280,12 +283,12 @@ class Grant:
 class RefuseBusy:
     request_id: int
     reason: str
-    in_vain: bool = False  # to ask again now would not help
+    in_vain: bool = False  # asking again now would not help
 
 
 @dataclass(frozen=True, slots=True)
 class RefuseFenced:
-    """To a request, or (None) to the event itself."""
+    """Refuse a request, or (None) the event itself, because a newer launch has taken over."""
 
     request_id: int | None
     reason: str
@@ -295,7 +298,7 @@ class RefuseFenced:
 class StartPush:
     held: Held
     node_id: str
-    heals: bool = False  # for the healer, not for a commit
+    heals: bool = False  # ordered by the healer; no commit waits for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,56 +309,56 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The answer to Told."""
+    """Answer Told."""
 
     answer: Answer
 
 
 @dataclass(frozen=True, slots=True)
 class Accept:
-    """The answer to PutAsked: take it."""
+    """Answer PutAsked: receive the replica."""
 
-    heals: bool = False  # only where saves have room enough beside it
+    heals: bool = False  # only if saves have enough room beside it
 
 
 @dataclass(frozen=True, slots=True)
 class Decline:
-    """The answer to PutAsked: don't."""
+    """Answer PutAsked: refuse the replica."""
 
     answer: PutHave | PutRefused
 
 
 @dataclass(frozen=True, slots=True)
 class Acknowledge:
-    """The answer to Received and Fetched: this copy counts. Absent: nobody needs it any more."""
+    """Answer Received and Fetched: this copy counts. Without this effect nobody needs the copy any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Serve:
-    """The answer to GetAsked: let it read this."""
+    """Answer GetAsked: send the shard."""
 
     held: Held
 
 
 @dataclass(frozen=True, slots=True)
 class DeclineGet:
-    """The answer to GetAsked: don't."""
+    """Answer GetAsked: refuse the shard."""
 
     refused: GetRefused
 
 
 @dataclass(frozen=True, slots=True)
 class Notify:
-    """To all trainers of this node."""
+    """Tell all trainers of this node which level a generation has reached."""
 
     generation: Generation
-    level: Level  # NONE: it will never get further; `reason` says why
+    level: Level  # NONE: it will never reach a higher one; `reason` says why
     reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class NotifyFlushFailed:
-    """To all trainers of this node: the flush of this generation failed, and is tried again."""
+    """Tell all trainers of this node that the flush of this generation failed and will be tried again."""
 
     generation: Generation
     reason: str
@@ -363,21 +366,21 @@ class NotifyFlushFailed:
 
 @dataclass(frozen=True, slots=True)
 class HurryFlush:
-    """Somebody waits for the flush that is under way."""
+    """Tell the running flusher that somebody waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartFlush:
-    """This node's part of a flush."""
+    """Start this node's part of a flush."""
 
     order: FlushOrder
     writers: tuple[tuple[str, tuple[int, ...]], ...]  # node → the ranks whose shards it writes
-    commits: bool  # this node gave the order, and its flusher writes the index
+    commits: bool  # this node gave the order: its flusher writes the index
 
 
 @dataclass(frozen=True, slots=True)
 class StopFlush:
-    """The order does not hold any more."""
+    """Stop the flusher: its order is no longer in force."""
 
 
 Effect = (

@@ -44,15 +44,16 @@ class Attempts:
         self._writer = writer
         self._seq = 0
         self._last_step: int | None = None
+        self._loaded_step: int | None = None
         self._anchored = False  # what this launch saves is known to follow what is there
 
     def begin(self) -> None:
         """Another launch."""
-        self._seq, self._last_step = 0, None
+        self._seq, self._last_step, self._loaded_step = 0, None, None
 
-    def follow(self) -> None:
-        """A load, or a fresh start, has said what is there before."""
-        self._anchored = True
+    def follow(self, base: Generation | None) -> None:
+        """A load of `base`, or a fresh start, has said what is there before."""
+        self._anchored, self._loaded_step = True, None if base is None else base.step
 
     def check(self, step: int) -> None:
         if not _is_step(step):
@@ -61,6 +62,14 @@ class Attempts:
             raise ConfigError(
                 f"step {step} after step {self._last_step}: steps must not go down within a launch",
                 hint="call load(step=…) to go back; it starts a new launch",
+            )
+        if self._loaded_step is not None and step < self._loaded_step:
+            # On one line the highest step is the newest: the next load would take what was loaded here, not this save.
+            raise ConfigError(
+                f"step {step} after step {self._loaded_step} was loaded: steps must not go down from a launch to the "
+                "one that goes on from it",
+                hint="count on from the `step` of the LoadResult; to count from the beginning, begin with "
+                "load(path=…) or initial_load_path under another job name, or abandon what is there with start_fresh()",
             )
 
     def anchor(self, step: int) -> None:

@@ -49,8 +49,8 @@ class Checksums:
     """Holds checksums of entries, taken when this object is made: all bytes of `whole`, a few of each of `sampled`.
 
     For memory that the native core can read, it has one CRC32C per block. For all other tensors torch sums the words,
-    each with a weight of its place, on the tensor's own device. A sample is at most `window_bytes` from the middle of
-    an entry.
+    each with a weight of its place, on the tensor's own device. A sample is at most `window_bytes` of an entry, at the
+    place `window_at`: 0 is its beginning, 1 its end.
     """
 
     def __init__(
@@ -61,8 +61,10 @@ class Checksums:
         threads: int,
         *,
         window_bytes: int,
+        window_at: float,
     ) -> None:
         self._threads = threads
+        self._at = window_at
         self._keep: list[torch.Tensor] = []  # SAFETY: the native core reads at their addresses
         self._near: list[_Near] = []
         self._far: list[_Far] = []
@@ -87,11 +89,11 @@ class Checksums:
     def _add(self, key: str, view: torch.Tensor, source: TensorSource, window_bytes: int | None) -> None:
         address = native_address(key, view)
         if address is None:
-            part, skipped = (view, 0) if window_bytes is None else window(view, window_bytes)
+            part, skipped = (view, 0) if window_bytes is None else window(view, window_bytes, self._at)
             self._far.append(_Far(key, part, source.offset_bytes + skipped, part.numel() * part.itemsize))
             return
         length = source.length_bytes if window_bytes is None else min(source.length_bytes, window_bytes)
-        skipped = (source.length_bytes - length) // 2
+        skipped = int((source.length_bytes - length) * self._at)
         self._keep.append(view)
         self._near.append(_Near(key, address + skipped, source.offset_bytes + skipped, length))
 
@@ -169,15 +171,18 @@ class Checksums:
         return [one.key for one, known, found in pairs if known != found]
 
 
-def window(tensor: torch.Tensor, most_bytes: int) -> tuple[torch.Tensor, int]:
-    """Return a view of at most so many bytes (or of one element) and its offset in the tensor's contiguous bytes."""
+def window(tensor: torch.Tensor, most_bytes: int, at: float) -> tuple[torch.Tensor, int]:
+    """Return a view of at most so many bytes (or of one element) and its offset in the tensor's contiguous bytes.
+
+    `at`: where the view lies, from 0 (at the tensor's beginning) to just below 1 (at its end).
+    """
     tensor = tensor.detach()
     skipped = 0
     while tensor.dim() and tensor.numel() > 1 and (size := tensor.numel() * tensor.itemsize) > most_bytes:
         row_bytes = size // tensor.shape[0]
         rows = most_bytes // row_bytes
-        start = (tensor.shape[0] - rows) // 2
-        tensor = tensor[start : start + rows] if rows else tensor[start := tensor.shape[0] // 2]
+        start = int((tensor.shape[0] - max(rows, 1) + 1) * at)
+        tensor = tensor[start : start + rows] if rows else tensor[start]
         skipped += start * row_bytes
     return tensor, skipped
 

@@ -18,7 +18,17 @@ import torch
 from flashckpt.devices import clone_on_device
 from flashckpt.errors import BusyError, ChangedError, FlashError
 from flashckpt.save.checksums import Checksums
-from flashckpt.save.marks import FrozenChunks, FrozenEntry, ImmediateMarks, Mark, has_versions, parts_of
+from flashckpt.save.marks import (
+    FrozenChunks,
+    FrozenEntry,
+    ImmediateMarks,
+    Mark,
+    counters_of,
+    has_versions,
+    is_shared,
+    parts_of,
+    version_of,
+)
 from flashckpt.state.regions import plain_local
 from flashckpt.workers import Flag
 
@@ -36,6 +46,7 @@ RECHECKED_SAVES = 2
 # Windows per later save, and bytes per window: takes some tenths of a millisecond, and finds a swap of all weights.
 SAMPLED = 32
 SAMPLE_WINDOW_BYTES = 16 << 10
+_GOLDEN = (5**0.5 - 1) / 2
 # A tensor of at least this size that no optimizer owns may be deferred if it has not changed since the last save.
 STEADY_BYTES = 1 << 20
 # Bytes of immediate tensors that are cloned per save; the others are copied into the slot while save() waits.
@@ -71,7 +82,7 @@ class Deferrals:
     def note(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Mark tensors after a load, so that the first save can tell which of them have not changed since."""
         for key, tensor in tensors.items():
-            self._is_steady(key, tensor)
+            self._is_steady(key, tensor, None)
 
     def forget_frozen(self) -> None:
         """Forget what earlier shards prove: a load fills tensors by their addresses."""
@@ -86,7 +97,12 @@ class Deferrals:
         )
 
     def split(
-        self, handle: SaveHandle, flat: Flat, plan: SavePlan, defers: Callable[[str, torch.Tensor], bool | None]
+        self,
+        handle: SaveHandle,
+        flat: Flat,
+        plan: SavePlan,
+        defers: Callable[[str, torch.Tensor], bool | None],
+        owner_of: Callable[[torch.Tensor], torch.Tensor | None],
     ) -> Deferred:
         """Decide for an overlapped save which tensors are deferred. Replaces some tensors in `flat` by clones."""
         began = time.perf_counter()
@@ -97,10 +113,11 @@ class Deferrals:
         for i in self._of(plan):
             key, tensor = fqns[i], leaves[i]
             may = False if key in self._changing else defers(key, tensor)
-            if may is None and (may := self._is_steady(key, tensor)):
+            if may is None and (may := self._is_steady(key, tensor, owner_of(tensor))):
                 frozen.add(i)
-            (deferred if may and has_versions(key, tensor) else immediate).append(i)
-        marks = ImmediateMarks(fqns, leaves, immediate)
+            provable = may and has_versions(key, tensor) and not is_shared(key, tensor)
+            (deferred if provable else immediate).append(i)
+        marks = ImmediateMarks(fqns, leaves, immediate, owner_of)
         immediate = _clone_on_devices(flat, fqns, leaves, immediate)
         if self._device_snapshot:
             left_there = _clone_on_devices(flat, fqns, leaves, deferred)
@@ -118,7 +135,17 @@ class Deferrals:
         unknown = {entry.key for entry in entries if not self.frozen.knows(entry)}
         checksums = self._checksum(flat, fqns, plan, deferred, unknown) if deferred else None
         made = Deferred(
-            handle, self, flat, deferred, left, checksums, self._timeout, marks=marks, torn=torn, overlapped=True
+            handle,
+            self,
+            flat,
+            deferred,
+            left,
+            checksums,
+            self._timeout,
+            marks=marks,
+            torn=torn,
+            overlapped=True,
+            owners={i: owner_of(leaves[i]) for i in deferred},
         )
         made.frozen = entries
         if not deferred and not left:
@@ -145,7 +172,15 @@ class Deferrals:
             self._turn += 1
             places = {(self._turn + i * count // SAMPLED) % count for i in range(min(SAMPLED, count))}
             sample = [plan.sources[place] for place in sorted(places) if plan.sources[place].tensor in left]
-        return Checksums(whole, sample, flat, self._threads if whole else 1, window_bytes=SAMPLE_WINDOW_BYTES)
+        # Multiples of the golden ratio lie evenly between 0 and 1, however many there are.
+        return Checksums(
+            whole,
+            sample,
+            flat,
+            self._threads if whole else 1,
+            window_bytes=SAMPLE_WINDOW_BYTES,
+            window_at=self._turn * _GOLDEN % 1.0,
+        )
 
     def found_unseen(self) -> None:
         """Checksum all deferred tensors of the next saves, after a checksum has shown what no version counter did."""
@@ -170,12 +205,12 @@ class Deferrals:
             self._stored = plan, sorted({source.tensor for source in plan.sources})
         return self._stored[1]
 
-    def _is_steady(self, key: str, tensor: torch.Tensor) -> bool:
+    def _is_steady(self, key: str, tensor: torch.Tensor, owner: torch.Tensor | None) -> bool:
         """Mark a large tensor. Return True if it has not changed since the last save, as a frozen parameter."""
         local = plain_local(tensor)
         if local is None or local.nbytes < STEADY_BYTES or local.is_inference():
             return False
-        mark = Mark(local.data_ptr(), local._version)
+        mark = Mark(local.data_ptr(), version_of(tensor, owner))
         known, self._marks[key] = self._marks.get(key), mark
         if known != mark:
             self.frozen.forget(key)
@@ -198,6 +233,7 @@ class Deferred:
         marks: ImmediateMarks | None,
         torn: list[str],
         overlapped: bool,
+        owners: Mapping[int, torch.Tensor | None] | None = None,
     ) -> None:
         fqns, leaves = list(flat.tensors), list(flat.tensors.values())
         self.frozen: list[FrozenEntry] = []  # of tensors that have not changed since an earlier save
@@ -209,6 +245,11 @@ class Deferred:
             (key, part, part.data_ptr(), part._version)
             for key, leaf in ((fqns[i], leaves[i]) for i in indices)
             for part in parts_of(key, leaf)
+        ]
+        self._counters = [
+            (fqns[i], one, one._version)
+            for i in indices
+            for one in counters_of(leaves[i], None if owners is None else owners[i])
         ]
         self._checksums = checksums
         self._immediate_marks = marks
@@ -322,6 +363,7 @@ class Deferred:
             for key, part, address, version in self._watched
             if part._version != version or part.data_ptr() != address
         ]
+        changed += [key for key, one, version in self._counters if one._version != version]
         return list(dict.fromkeys(changed)) if changed else changed
 
     def _refuse(self, changed: list[str]) -> None:

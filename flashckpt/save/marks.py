@@ -8,7 +8,7 @@ from flashckpt.format.caps import CRC_BYTES, DEFAULT_CHUNK_BYTES
 from flashckpt.state.regions import local_parts, plain_local
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     import torch
 
@@ -79,16 +79,53 @@ def has_versions(key: str, tensor: torch.Tensor) -> bool:
     return not any(part.is_inference() for part in parts_of(key, tensor))
 
 
-def marks_of(parts: Sequence[torch.Tensor]) -> list[Mark]:
-    return [Mark(part.data_ptr(), part._version) for part in parts]
+def is_shared(key: str, tensor: torch.Tensor) -> bool:
+    """Return True if another process can write to the tensor's memory. Version counters are of one process each."""
+    return any(part.is_cpu and part.untyped_storage().is_shared() for part in parts_of(key, tensor))
+
+
+def counters_of(tensor: torch.Tensor, owner: torch.Tensor | None) -> list[torch.Tensor]:
+    """Return tensors whose version counters show changes that those of the tensor's parts do not show.
+
+    torch counts an operation on a DTensor only there, and one on its local tensor only there. A state dict has aliases:
+    a DTensor's alias has another local tensor, and `.data` has a counter of its own. So those of the parameter that
+    `tensor` is an alias of are needed too, the `owner`.
+    """
+    found: list[torch.Tensor] = []
+    if tensor is not plain_local(tensor):
+        found.append(tensor)
+    if owner is not None and owner is not tensor:
+        found.append(owner)
+        local = plain_local(owner)
+        if local is not None and local is not owner:
+            found.append(local)
+    return [one for one in found if not one.is_inference()]
+
+
+def version_of(tensor: torch.Tensor, owner: torch.Tensor | None) -> int:
+    """Return the sum of all version counters of a tensor. They only grow, so an equal sum shows that none has grown."""
+    local = plain_local(tensor)
+    counters = counters_of(tensor, owner)
+    return sum(one._version for one in (counters if local is None else [local, *counters]))
+
+
+def marks_of(parts: Sequence[torch.Tensor], counters: Iterable[torch.Tensor]) -> list[Mark]:
+    return [*(Mark(part.data_ptr(), part._version) for part in parts), *(Mark(0, one._version) for one in counters)]
 
 
 class ImmediateMarks:
     """Finds immediate tensors that another thread changed while save() copied them."""
 
-    def __init__(self, fqns: list[str], leaves: list[torch.Tensor], indices: Sequence[int]) -> None:
+    def __init__(
+        self,
+        fqns: list[str],
+        leaves: list[torch.Tensor],
+        indices: Sequence[int],
+        owner_of: Callable[[torch.Tensor], torch.Tensor | None],
+    ) -> None:
         self.leaves = leaves
         self._fqns = fqns
+        self._owner_of = owner_of
         self._marks: dict[int, list[Mark]] = {}
         self.note([i for i in indices if has_versions(fqns[i], leaves[i])])
 
@@ -108,4 +145,5 @@ class ImmediateMarks:
         return [self._fqns[i] for i in indices]
 
     def _now(self, i: int) -> list[Mark]:
-        return marks_of(parts_of(self._fqns[i], self.leaves[i]))
+        leaf = self.leaves[i]
+        return marks_of(parts_of(self._fqns[i], leaf), counters_of(leaf, self._owner_of(leaf)))

@@ -25,8 +25,15 @@ MAX_CLOCK_DIFFERENCE_MS = 24 * 3_600_000
 LATEST_CLOCK_MS = 4_102_444_800_000  # 2100: later than any clock that is right
 LAST_EPOCH = 1 << 62  # numbers in messages end at twice this
 
-# What decides when a rank saves, loads or makes memory: where ranks differ in it, they wait for each other in vain.
+# What decides when a rank saves, loads or makes memory: where ranks differ in it, they wait for each other in vain. And
+# what is kept in persist_dir: which node orders a flush changes when one is lost.
 _COLLECTIVE = (
+    "persist_dir",
+    "persist_on_exit",
+    "persist_overwrite",
+    "keep_latest_k",
+    "keep_every",
+    "keep_steps",
     "interval",
     "fixed_steps",
     "persist_interval",

@@ -16,7 +16,7 @@ from flashckpt.training.optimizer import STATE, OptimizerState, own
 from flashckpt.training.rng import capture_rng
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator
 
     import torch
 
@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 MODEL, OPTIMIZER, SCHEDULER, DATALOADER, RNG = "model", "optimizer", "lr_scheduler", "dataloader", "rng"
 KNOWN = (MODEL, OPTIMIZER, SCHEDULER, DATALOADER, RNG)
+_MOMENTS = f"{OPTIMIZER}.{STATE}."
 
 
 class Opaque:
@@ -97,29 +98,10 @@ class TrainingState:
         wanted = [part for part in self.parts if only is None or part in only]
         return {part: self._capture(part) for part in wanted}
 
-    def changes_only_in_step(self) -> Callable[[str, torch.Tensor], bool | None]:
-        """Returns a function that tells of a captured tensor whether it may be deferred.
-
-        True for tensors that an optimizer owns: its parameters and its state. None for a parameter that no optimizer
-        owns: it may be frozen, or a teacher. False for all others, which may change at any time: buffers change in a
-        forward pass, learning rates by a scheduler, and the user's own states by the user.
-        """
-        owned = {address_of(parameter) for parameter in self._owned_parameters()} - {0}
+    def changes_only_in_step(self) -> ChangesInStep:
+        """Return what tells of a captured tensor whether it may be deferred."""
         parts = () if self.model is None else self.model.parts
-        others = {address_of(parameter) for part in parts for parameter in part.parameters()} - {0}
-        moments = f"{OPTIMIZER}.{STATE}."
-
-        def defers(key: str, tensor: torch.Tensor) -> bool | None:
-            if key.startswith(moments):
-                return True
-            if not key.startswith(f"{MODEL}."):
-                return False
-            address = address_of(tensor)
-            if address in owned:
-                return True
-            return None if address in others else False
-
-        return defers
+        return ChangesInStep(self._owned_parameters(), (p for part in parts for p in part.parameters()))
 
     def _owned_parameters(self) -> Iterator[torch.Tensor]:
         for optimizer in self.optimizers:
@@ -160,6 +142,38 @@ class TrainingState:
             laid[RNG] = PerRank(rng)
         laid.update({name: state for name, state in self.states.items() if name in parts})
         return Template(laid, dataloader, rng)
+
+
+class ChangesInStep:
+    """Tells of a captured tensor whether it may be deferred, and which parameter it is."""
+
+    def __init__(self, owned: Iterable[torch.Tensor], parameters: Iterable[torch.Tensor]) -> None:
+        """`owned`: the parameters of optimizers."""
+        self._parameters = {address_of(parameter): parameter for parameter in parameters}
+        mine = {address_of(parameter): parameter for parameter in owned}
+        self._parameters.update(mine)
+        self._parameters.pop(0, None)
+        self._owned = mine.keys() - {0}
+
+    def __call__(self, key: str, tensor: torch.Tensor) -> bool | None:
+        """Return True for tensors that an optimizer owns: its parameters and its state.
+
+        None for a parameter that no optimizer owns: it may be frozen, or a teacher. False for all others, which may
+        change at any time: buffers change in a forward pass, learning rates by a scheduler, and the user's own states
+        by the user.
+        """
+        if key.startswith(_MOMENTS):
+            return True
+        if not key.startswith(f"{MODEL}."):
+            return False
+        address = address_of(tensor)
+        if address in self._owned:
+            return True
+        return None if address in self._parameters else False
+
+    def owner_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return the parameter at the tensor's address: a state dict has an alias of it."""
+        return self._parameters.get(address_of(tensor))
 
 
 def _schedulers(lr_scheduler: Any) -> tuple[Any, ...]:

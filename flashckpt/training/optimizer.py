@@ -118,11 +118,13 @@ class OptimizerState:
         self._templates: list[_Template] = []
         self._names: dict[int, _Names] = {}  # by the identity of an optimizer
         self._parts: dict[int, dict[torch.Tensor, str]] = {}  # by that of a part
+        self._layouts: dict[int, list[str | int]] = {}  # of the parts when the names were found
 
     # --- save -----------------------------------------------------------------------------------------------
 
     def capture(self) -> dict[str, Any]:
         """For a save. An optimizer that has not taken a step yet is not made to take one: it has options only."""
+        self._forget_moved_names()
         merged: dict[str, Any] = {STATE: {}, GROUPS: {}, TENSORS: {}, OWN: {}}
         for number, owned in enumerate(self.owned):
             told = self._tell(owned)
@@ -150,6 +152,21 @@ class OptimizerState:
         self._names.clear()
         self._parts.clear()
 
+    def _forget_moved_names(self) -> None:
+        """Forget the names if a module or a parameter has taken another place in the model since they were found.
+
+        The same parameters may then have each other's names: layers that were put in another order.
+        """
+        parts = {id(owned.part): owned.part for owned in self.owned if not owned.is_flat}
+        if self._layouts == {number: _layout(part) for number, part in parts.items()}:
+            return
+        for part in parts.values():
+            part.state_dict()  # FSDP2 may have left gathered parameters in their place: its hook puts them back
+        layouts = {number: _layout(part) for number, part in parts.items()}
+        if layouts != self._layouts:
+            self.forget_names()
+            self._layouts = layouts
+
     def _names_of(self, owned: Owned) -> _Names:
         """Return the names and remember them: torch's helper takes longer to find them than a small copy takes."""
         mine = self._names.get(id(owned.outer))
@@ -172,6 +189,7 @@ class OptimizerState:
         Raises StructureError if it is the state of another kind of optimizer.
         """
         self._found, self._below = found, {}
+        self._forget_moved_names()
         if found is None:
             return frozenset()
         told = [self._tell(owned) for owned in self.owned]
@@ -390,6 +408,20 @@ class _Probe(torch.optim.Optimizer):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         raise InternalError("an optimizer that only passes parameters to torch was made to take a step")
+
+
+def _layout(part: nn.Module) -> list[str | int]:
+    """Return names and identities of all modules' parameters: equal as long as each parameter keeps its place."""
+    found: list[str | int] = []
+    pending: list[tuple[str, nn.Module]] = [("", part)]
+    while pending:
+        name, module = pending.pop()
+        found.append(name)
+        for key, parameter in module._parameters.items():
+            found += (key, id(parameter))
+        found.append(len(module._modules))
+        pending += [(key, child) for key, child in module._modules.items() if child is not None]
+    return found
 
 
 def _names_in(part: nn.Module) -> dict[torch.Tensor, str]:

@@ -132,13 +132,16 @@ def stages(memory_dir, own_keys=False, part_at=None):
 
 
 def strangers(memory_dir, what):
-    """Ranks of one group that name different jobs or different memory directories."""
+    """Ranks of one group that name different jobs or directories, or differ in what all have to do alike."""
     name = f"{what}{dist.get_rank()}"
+    # Without an agent persist_dir is only loaded from, and has to be said to be.
+    disk = {"persist_dir": f"{memory_dir}.{name}", "persist_on_exit": False}
     config = flashckpt.CheckpointConfig(
         job=name if what == "job" else "work",
         memory_dir=f"{memory_dir}/{name}" if what == "memory_dir" else memory_dir,
         interval=10 + dist.get_rank() if what == "interval" else 1,
         start_timeout=60,
+        **(disk if what == "persist_dir" and dist.get_rank() == 0 else {}),
     )
     try:
         flashckpt.Checkpointer(config)

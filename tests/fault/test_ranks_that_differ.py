@@ -110,6 +110,7 @@ def test_memory_of_a_larger_world_is_given_back(nursery, memory_dir):
         ("job", "'job0' on ranks [0], 'job1' on ranks [1]"),
         ("memory_dir", "one memory directory"),
         ("interval", "ranks disagree on interval: '10' on ranks [0], '11' on ranks [1]"),
+        ("persist_dir", "persist_dir0' on ranks [0], 'None' on ranks [1]"),
     ],
 )
 def test_ranks_that_do_not_belong_together_are_refused_at_the_start(what, named, nursery, memory_dir):

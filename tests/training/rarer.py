@@ -10,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 from torch import nn
+from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver, PerChannelMinMaxObserver
+from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
@@ -1007,3 +1009,178 @@ def schedule_free_optimizer_saved_in_train_mode(run):
         optimizer.train()
 
     return cycle
+
+
+# Changes that begin when save() no longer checksums every tensor, in one of more tensors than it takes samples of.
+
+
+def _deep(run, layer=nn.Linear):
+    return nn.Sequential(*[layer(16, 16) for _ in range(24)]).to(run.device)
+
+
+def _from_the_fourth_save_on(run, model, change):
+    optimizer = adamw(model)
+    run.manage(model, optimizer)
+
+    @torch.no_grad()
+    def late():
+        if run.saves >= 4:
+            change(model[5].weight, optimizer)
+
+    return trained(run, model, optimizer, before=late)
+
+
+def _sharded(run):
+    model = _deep(run)
+    for layer in model:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+@may_refuse(saves=7, group=True, **on_host)
+def sharded_parameter_changed_from_the_fourth_save_on(run):
+    """torch counts it for the DTensor, but neither for its local tensor nor for that of the state dict's alias."""
+    return _from_the_fourth_save_on(run, _sharded(run), lambda p, _: p.mul_(0.5))
+
+
+@may_refuse(saves=7, group=True, **on_host)
+def local_tensor_changed_from_the_fourth_save_on(run):
+    """torch counts it for the parameter's local tensor, but neither for the DTensor nor for the alias."""
+    return _from_the_fourth_save_on(run, _sharded(run), lambda p, _: p.to_local().mul_(0.5))
+
+
+@may_refuse(saves=7, group=True, **on_host)
+def sharded_moments_zeroed_from_the_fourth_save_on(run):
+    return _from_the_fourth_save_on(run, _sharded(run), lambda p, optimizer: optimizer.state[p]["exp_avg"].zero_())
+
+
+class _ToldByData(nn.Linear):
+    """Its state dict holds `.data`, which has a version counter of its own."""
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        destination[prefix + "weight"] = self.weight.data
+        destination[prefix + "bias"] = self.bias.data
+
+
+@may_refuse(saves=7)
+def state_dict_of_data_changed_from_the_fourth_save_on(run):
+    return _from_the_fourth_save_on(run, _deep(run, _ToldByData), lambda p, _: p.mul_(0.5))
+
+
+@right(saves=7, **on_host)
+def shared_parameter_changed_by_another_process_from_the_fourth_save_on(run):
+    """No version counter of this process shows it, so what is in shared memory is never deferred."""
+    model = _deep(run)
+    model.share_memory()
+    view = model[5].weight.detach().numpy()
+
+    def halve():
+        view[...] *= 0.5
+
+    return _from_the_fourth_save_on(run, model, lambda *_: _fork(halve))
+
+
+# Modules that take other places or forms, and saves from within something else.
+
+
+@right(saves=5)
+def layers_reordered(run):
+    """The same parameters, each with another one's name."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)).to(run.device)
+    optimizer = adamw(model)
+    run.manage(model, optimizer)
+
+    def reorder():
+        if run.saves == 2:
+            model[0], model[2] = model[2], model[0]
+
+    return trained(run, model, optimizer, before=reorder)
+
+
+@right()
+def lazy_modules_of_which_the_manager_sees_no_shape(run):
+    model = nn.Sequential(nn.LazyLinear(32), nn.LazyBatchNorm1d(), nn.LazyLinear(4)).to(run.device)
+    optimizer = adamw(model)
+    run.manage(model, optimizer)
+    return trained(run, model, optimizer)
+
+
+class _Growing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.factors = nn.ParameterList([nn.Parameter(torch.randn(16))])
+
+    def forward(self, x):
+        return sum(x * factor for factor in self.factors)
+
+
+@right(saves=5)
+def list_of_parameters_that_grows(run):
+    model = _Growing().to(run.device)
+    optimizer = adamw(model)
+    run.manage(model, optimizer)
+
+    def grow():
+        model.factors.append(nn.Parameter(torch.randn(16).to(run.device)))
+        optimizer.add_param_group({"params": [model.factors[-1]]})
+
+    return trained(run, model, optimizer, before=grow)
+
+
+class _Observed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = parametrizations.spectral_norm(nn.Linear(16, 16))
+        self.quantize = FakeQuantize(observer=MovingAverageMinMaxObserver, quant_min=0, quant_max=255)
+        self.observer = PerChannelMinMaxObserver(ch_axis=0)  # its buffers are empty before the first forward
+
+    def forward(self, x):
+        self.observer(self.linear.weight.detach())
+        return self.quantize(self.linear(x))
+
+
+@right(**on_host)
+def observers_and_spectral_norm(run):
+    model = _Observed()
+    optimizer = adamw(model)
+    run.manage(model, optimizer)
+    return trained(run, model, optimizer)
+
+
+@right(saves=6)
+def saved_from_hooks_and_closures(run):
+    """Before a step, behind one, in a backward pass and in a closure, by turns."""
+    model = net(run)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    run.manage(model, optimizer)
+
+    def save(turn):
+        if run.saves and run.saves % 4 == turn:
+            run.save_besides()
+
+    optimizer.register_step_pre_hook(lambda *_: save(0))
+    optimizer.register_step_post_hook(lambda *_: save(1))
+    model[0].bias.register_post_accumulate_grad_hook(lambda _: save(2))
+
+    def closure():
+        optimizer.zero_grad()
+        loss = backward(run, model)
+        save(3)
+        return loss
+
+    return lambda: optimizer.step(closure)
+
+
+@right()
+def saved_in_inference_mode(run):
+    model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16)).to(run.device)
+    optimizer = adamw(model)
+    manager = run.manage(model, optimizer)
+    save = manager.save
+
+    def within(step):
+        with torch.inference_mode(), torch.device("meta"):
+            return save(step)
+
+    manager.save = within
+    return trained(run, model, optimizer)

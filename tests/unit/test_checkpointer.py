@@ -505,6 +505,27 @@ def test_steps_do_not_go_down(make):
     assert live == {"n": 2}
 
 
+def test_steps_do_not_go_down_below_what_was_loaded(make):
+    """A loop that counts from the beginning after a load: each save was ok, and the next load took none of them."""
+    state = {"a": torch.zeros(10), "n": 0}
+    with make() as first:
+        assert first.save(6, state).outcome == "ok"
+    second = make()
+    assert second.load(state).step == 6
+    with pytest.raises(flashckpt.ConfigError, match="step 2 after step 6 was loaded"):
+        second.save(2, state)
+    assert second.save(6, {**state, "n": 1}).outcome == "ok"
+    assert second.load(state).step == 6
+    assert state["n"] == 1
+    # Whoever says that the job begins anew may count from the beginning.
+    second.start_fresh()
+    assert second.save(2, {**state, "n": 2}).outcome == "ok"
+    second.close()
+    third = make()
+    assert third.load(state).step == 2
+    assert state["n"] == 2
+
+
 @pytest.mark.parametrize("where", ["preamble", "header", "data"])
 def test_a_damaged_generation_is_stepped_over(make, memory_dir, where):
     checkpointer = make()

@@ -279,6 +279,25 @@ def test_an_empty_directory_where_the_job_has_persisted_is_an_error(memory_dir, 
     assert os.readlink(out / "latest") == "step-9"
 
 
+@pytest.mark.parametrize("part", ["out", "parent"])
+def test_a_link_to_what_is_not_mounted_is_no_empty_directory(memory_dir, tmp_path, part):
+    """All memory is lost, and persist_dir, or a directory above it, is a link to below an empty mount point."""
+    out = tmp_path / "data" if part == "out" else tmp_path / "data" / "run"
+    (tmp_path / "data").symlink_to(tmp_path / "mnt" / "job")
+    with opened(memory_dir, out) as checkpointer:
+        with pytest.raises(flashckpt.UnusableError, match=r"is a link to .*, which is not there"):
+            checkpointer.load(blank())
+        handle = checkpointer.save(1, state(1))
+        with pytest.raises(flashckpt.PersistError, match=r"is a link to .*, which is not there"):
+            to_disk(memory_dir, out, handle)
+        assert not (tmp_path / "mnt").exists()
+        # Once it is there, it is a directory like any other.
+        (tmp_path / "mnt" / "job").mkdir(parents=True)
+        assert checkpointer.load(blank()).step == 1
+        to_disk(memory_dir, out, checkpointer.save(2, state(2)))
+    assert os.readlink(out / "latest") == "step-2"
+
+
 FSTAB = """# comment
 /dev/sda1 / ext4 defaults 0 1
 nas:/ckpt /mnt/ck\\040pt nfs4 rw,hard 0 0

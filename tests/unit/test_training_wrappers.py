@@ -340,6 +340,37 @@ def test_what_accelerate_has_prepared_is_saved_and_restored(accelerator, config,
     assert optimizer.param_groups[0]["lr"] == rate[0]
 
 
+def test_a_load_after_layers_were_reordered_gives_each_parameter_its_own_state(config):
+    """The optimizer's parameters are the same, with each other's names."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with CheckpointManager(config, model=model, optimizer=optimizer) as manager:
+        step(model, optimizer, 1)
+        manager.save(1).wait("sealed", timeout=60)
+        wanted = {name: optimizer.state[p]["exp_avg"].clone() for name, p in model.named_parameters()}
+        model[0], model[1] = model[1], model[0]
+        manager.load()
+        found = {name: optimizer.state[p]["exp_avg"] for name, p in model.named_parameters()}
+        assert same(found, wanted)
+        assert not torch.equal(wanted["0.weight"], wanted["1.weight"])
+
+
+def test_parameters_that_fsdp2_left_gathered_keep_their_names(world_of_one, config):
+    from torch.distributed.fsdp import fully_shard
+
+    model = model_of()
+    fully_shard(model, reshard_after_forward=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with CheckpointManager(config, model=model, optimizer=optimizer) as manager:
+        step(model, optimizer, 1)
+        manager.save(1).wait("sealed", timeout=60)
+        for call in (lambda: manager.save(2).wait("sealed", timeout=60) == "ok", lambda: manager.load().step == 2):
+            with torch.no_grad():
+                model(batch(1))
+            assert not any(isinstance(p, torch.distributed.tensor.DTensor) for p in model.parameters())
+            assert call()
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_post_local_sgd_gets_its_averagers_step_back(world_of_one, config):
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
