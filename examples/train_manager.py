@@ -1,4 +1,4 @@
-"""An FSDP2 training script whose whole state is in a CheckpointManager. The lines that flashckpt adds are marked.
+"""Trains an FSDP2 model whose whole state is in a CheckpointManager. The lines for flashckpt are marked.
 
 FLASHCKPT_JOB=example2 torchrun --standalone --nproc-per-node 2 examples/train_manager.py --steps 200
 """
@@ -18,7 +18,7 @@ WIDTH, BATCH = 64, 16
 
 
 class Batches:
-    """An endless stream of noise to denoise; knows how far it is."""
+    """Yields an endless stream of noise to denoise, and knows its position."""
 
     def __init__(self, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)
@@ -69,7 +69,7 @@ def main() -> None:
             manager.save(step)  #                                                    <- every step; it decides itself
             if step % 20 == 0 and rank == 0:
                 held = 1000 * manager.metrics().blocked_seconds / step
-                print(f"step {step} loss {loss.item():.6f}, held {held:.2f} ms a step", flush=True)
+                print(f"step {step} loss {loss.item():.6f}, held {held:.2f} ms per step", flush=True)
             if manager.stop_requested:  #                                            <- signalled, and saved
                 break
     dist.destroy_process_group()

@@ -6,18 +6,18 @@
 
 namespace flashckpt {
 
-// False where `a + b` does not fit.
+// Returns false if `a + b` does not fit.
 inline bool checked_add(int64_t a, int64_t b, int64_t* sum) noexcept {
     return !__builtin_add_overflow(a, b, sum);
 }
 
-// The number of chunks that `length` bytes make, the last one possibly shorter. Both must be positive or
-// zero, `chunk_bytes` positive. Written without `length + chunk_bytes - 1`, which can overflow.
+// Returns the number of chunks in `length` bytes; the last one may be shorter. `length` must not be negative,
+// `chunk_bytes` must be positive. Written without `length + chunk_bytes - 1`, which can overflow.
 inline int64_t chunk_count(int64_t length, int64_t chunk_bytes) noexcept {
     return length / chunk_bytes + (length % chunk_bytes != 0 ? 1 : 0);
 }
 
-// Where chunk `index` begins and how long it is; `index` must be below chunk_count().
+// Returns where chunk `index` begins and how long it is; `index` must be below chunk_count().
 struct ChunkRange {
     int64_t begin;
     int64_t end;

@@ -1,4 +1,4 @@
-// Chooses the kernel, and what does not depend on it.
+// Chooses the kernel, and implements what does not depend on it.
 #include "crc32c.h"
 
 #include <atomic>

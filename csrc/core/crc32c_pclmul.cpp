@@ -47,7 +47,7 @@ INLINE __m128i load(const uint8_t* source) {
     return _mm_loadu_si128(reinterpret_cast<const __m128i*>(source));
 }
 
-// Short runs and odd ends: eight bytes and single bytes by the CRC32 instruction.
+// Short runs and unaligned ends: the CRC32 instruction takes eight bytes or one byte at a time.
 template <Mode mode>
 INLINE uint32_t plain(uint32_t state, uint8_t* destination, const uint8_t* source, size_t length) {
     size_t i = 0;
@@ -106,7 +106,8 @@ TARGET uint32_t run(uint32_t state, uint8_t* destination, const uint8_t* source,
     a1 = fold(a0, by16, a1);
     a2 = fold(a1, by16, a2);
     a3 = fold(a2, by16, a3);
-    // What is left is 16 bytes with the same remainder as all before, which the CRC32 instruction reduces.
+    // 16 bytes are left. They have the same remainder as all bytes before; the CRC32 instruction reduces
+    // them.
     uint64_t rest = _mm_crc32_u64(0, static_cast<uint64_t>(_mm_cvtsi128_si64(a3)));
     rest = _mm_crc32_u64(rest, static_cast<uint64_t>(_mm_extract_epi64(a3, 1)));
     return plain<mode == Mode::kCrcOnly ? mode : Mode::kCached>(

@@ -45,7 +45,7 @@ INLINE void store(uint8_t* destination, __m256i value) {
     if (mode == Mode::kCached) _mm256_storeu_si256(reinterpret_cast<__m256i*>(destination), value);
 }
 
-// Short runs and odd ends: eight bytes and single bytes by the CRC32 instruction.
+// Short runs and unaligned ends: the CRC32 instruction takes eight bytes or one byte at a time.
 template <bool kCopies>
 INLINE uint32_t plain(uint32_t state, uint8_t* destination, const uint8_t* source, size_t length) {
     size_t i = 0;
@@ -74,7 +74,8 @@ INLINE uint32_t reduce(__m256i folded) {
     const __m128i low = _mm_clmulepi64_si128(first_half, by16, 0x00);
     const __m128i high = _mm_clmulepi64_si128(first_half, by16, 0x11);
     const __m128i joined = _mm_xor_si128(_mm_xor_si128(low, high), _mm256_extracti128_si256(folded, 1));
-    // What is left is 16 bytes with the same remainder as all before, which the CRC32 instruction reduces.
+    // 16 bytes are left. They have the same remainder as all bytes before; the CRC32 instruction reduces
+    // them.
     const uint64_t state = _mm_crc32_u64(0, static_cast<uint64_t>(_mm_cvtsi128_si64(joined)));
     return static_cast<uint32_t>(_mm_crc32_u64(state, static_cast<uint64_t>(_mm_extract_epi64(joined, 1))));
 }
@@ -135,9 +136,9 @@ TARGET uint32_t run(uint32_t state, uint8_t* destination, const uint8_t* source,
     return plain<kCopies>(reduce(last), kCopies ? destination + i : nullptr, source + i, length - i);
 }
 
-// Where only the checksum is wanted and the bytes are in the cache, the multiplier is the limit while the
-// CRC32 unit idles. So a block is split in four: one part is folded, three go through the CRC32 instruction
-// at the same time, in a proportion that keeps both busy.
+// If only the checksum is wanted and the bytes are in the cache, the multiplier is the limit while the
+// CRC32 unit idles. So a block is split in four: one part is folded, and at the same time the CRC32
+// instruction takes the other three, in a proportion that keeps both units busy.
 constexpr size_t kSteps = 128;
 constexpr size_t kFoldedStep = 4 * 32;
 constexpr size_t kWordStep = 5 * 8;

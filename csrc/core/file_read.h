@@ -7,7 +7,7 @@
 
 namespace flashckpt {
 
-// Reads `length` bytes at `offset`. Returns how many there were (fewer only at the end of the file), or
+// Reads `length` bytes at `offset`. Returns how many were read (fewer only at the end of the file), or
 // -errno.
 int64_t read_fully(int fd, void* buffer, int64_t length, int64_t offset) noexcept;
 
@@ -16,7 +16,7 @@ struct Freed {
 };
 using Scratch = std::unique_ptr<uint8_t, Freed>;
 
-// Page-aligned memory for one thread's chunk, or null.
+// Allocates page-aligned memory for one thread's chunk. Null if there is none.
 Scratch make_scratch(int64_t bytes) noexcept;
 
 }  // namespace flashckpt

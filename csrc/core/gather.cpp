@@ -80,16 +80,15 @@ struct PiecesByChunk {
     }
 };
 
-// From here on a system call of its own is cheaper than a second copy (only where nothing is verified),
-// provided that both ends are aligned alike: the kernel's string copy is three times slower where they are
-// not.
+// From this size on, a system call for one piece is cheaper than a second copy. This applies only if nothing
+// is verified, and if both ends are aligned alike: otherwise the kernel's string copy is three times slower.
 constexpr int64_t kDirectPiece = 32 << 10;
 constexpr int64_t kDirectAlignment = 32;
 
 struct Job {
     const Kernel& kernel;
     int fd;
-    const uint8_t* mapped;  // the data area in memory that can't shrink; nullptr: read it through `fd`
+    const uint8_t* mapped;  // the data area in memory that cannot shrink; nullptr: read it through `fd`
     int64_t data_offset;
     int64_t data_length;
     int64_t chunk_bytes;
@@ -110,7 +109,7 @@ struct Job {
         return wanted.length >= kDirectPiece && apart % kDirectAlignment == 0;
     }
 
-    // Without a look at them, out of a mapping.
+    // Copies out of a mapping without verifying.
     void copy_unverified(ChunkRange chunk, const size_t* first, const size_t* end) const {
         for (const size_t* piece = first; piece != end; ++piece) {
             const Part wanted = part_of(pieces[*piece], chunk);
@@ -118,7 +117,7 @@ struct Job {
         }
     }
 
-    // Large parts straight to where they belong; small ones by one read of the range they span.
+    // Reads large parts straight to their destinations, and small ones by one read of the range they span.
     int read_unverified(ChunkRange chunk, const size_t* first, const size_t* end, uint8_t* scratch) const {
         int64_t low = chunk.end;
         int64_t high = chunk.begin;
@@ -145,9 +144,10 @@ struct Job {
     }
 };
 
-// One thread's share of the work. With verification it keeps two chunks: the one being summed, and the one
-// before, found right and on its way to its destinations meanwhile. Read from a file they lie in a buffer of
-// its own; in a mapping they are where they are, and in the cache when they are copied.
+// Does one thread's share of the work. With verification it keeps two chunks: the one being summed, and the
+// one before, which is verified and is copied to its destinations meanwhile. If they are read from a file,
+// they are in a buffer of this thread. In a mapping they stay in place, and are in the cache when they are
+// copied.
 class Reader {
   public:
     Reader(const Job& job, Scratch scratch, int64_t scratch_bytes) noexcept
@@ -156,7 +156,8 @@ class Reader {
           free_(scratch_.get()),
           spare_(scratch_ == nullptr ? nullptr : free_ + scratch_bytes) {}
 
-    // 1: right; 0: the chunk is bad; else -errno. What is right is copied by the next call or by finish().
+    // Returns 1 if the chunk is right, 0 if it is bad, else -errno. The next call or finish() copies a right
+    // chunk.
     int read(size_t position) noexcept {
         const ChunkRange chunk = job_.range(position);
         const size_t* const first = job_.first_piece(position);
@@ -236,7 +237,7 @@ Status gather(int fd, const uint8_t* mapped, int64_t data_offset, int64_t data_l
 
         const Job job{active_kernel(), fd,   mapped, data_offset, data_length,
                       chunk_bytes,     crcs, pieces, by_chunk,    verify};
-        // A byte a chunk, each written by one thread only.
+        // One byte per chunk, each written by one thread only.
         std::vector<uint8_t> failed(by_chunk.touched.size());
         Claims claims(touched, chunk_batch(touched, chunk_bytes, threads));
         FirstError error;

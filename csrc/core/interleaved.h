@@ -1,8 +1,8 @@
-// CRC with a CPU's CRC instruction. It has a latency of three cycles and a throughput of one, so three
-// neighbouring blocks are run through it at a time and joined afterwards.
+// Computes the CRC with a CPU's CRC instruction, which has a latency of three cycles and a throughput of one
+// per cycle. So three neighbouring blocks are computed at a time and joined afterwards.
 //
-// A macro-free template can't be used for the whole: code in a function with a `target` attribute is only
-// inlined into functions with the same one. Hence each kernel file defines FLASHCKPT_CRC_TARGET (the
+// This cannot be a template without macros: code in a function with a `target` attribute is only
+// inlined into functions with the same attribute. Hence each kernel file defines FLASHCKPT_CRC_TARGET (the
 // attribute), crc_u64() and crc_u8() before it includes this.
 #pragma once
 

@@ -1,4 +1,4 @@
-// The kernels that are compiled in. Which of them run is decided at run time, see crc32c.cpp.
+// Declares the kernels that are compiled in. Which one is used is decided at run time, see crc32c.cpp.
 #pragma once
 
 #include "crc32c.h"
@@ -14,8 +14,8 @@ extern const Kernel kVpclmulKernel;
 extern const Kernel kArmv8Kernel;
 #endif
 
-// Copy for kernels whose CRC needs general registers: a tile is read into the first-level cache by its CRC
-// and copied from there, so memory is still read once.
+// Copies for kernels whose CRC needs general registers: computing the CRC reads a tile into the first-level
+// cache, and the tile is copied from there, so memory is read only once.
 template <uint32_t (*update)(uint32_t, const uint8_t*, size_t)>
 uint32_t copy_by_tiles(uint32_t state, uint8_t* destination, const uint8_t* source, size_t length,
                        Stores stores) {
@@ -35,7 +35,7 @@ uint32_t copy_by_tiles(uint32_t state, uint8_t* destination, const uint8_t* sour
     return state;
 }
 
-// For kernels that gain nothing from doing both at once.
+// Used by kernels that gain nothing from summing and copying at the same time.
 template <uint32_t (*update)(uint32_t, const uint8_t*, size_t)>
 uint32_t copy_then_update(uint32_t state, const uint8_t* data, size_t length, uint8_t* destination,
                           const uint8_t* source, size_t copy_length) {

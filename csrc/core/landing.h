@@ -1,4 +1,4 @@
-// Bytes of verified chunks on their way to where they belong. Shared by what reads files and what receives.
+// Copies the bytes of verified chunks to their destinations. Used for reading files and for receiving.
 #pragma once
 
 #include <algorithm>
@@ -11,10 +11,10 @@
 
 namespace flashckpt {
 
-// From here on a copy gains from going around the caches.
+// From this size on a copy gains from bypassing the caches.
 inline constexpr int64_t kStreamedPart = 4 << 10;
 
-// What of a piece lies in one chunk.
+// The part of a piece that lies in one chunk.
 struct Part {
     int64_t from;  // offset within the data area
     int64_t length;
@@ -28,7 +28,7 @@ inline Part part_of(const GatherPiece& piece, ChunkRange chunk) noexcept {
             reinterpret_cast<uint8_t*>(piece.destination_address + (from - piece.source_offset))};
 }
 
-// Needs a store_fence() behind the last one.
+// Copies one part. Call store_fence() after the last one.
 inline void land(const Part& part, const uint8_t* source) noexcept {
     if (part.length >= kStreamedPart) {
         streaming_copy(part.to, source, static_cast<size_t>(part.length));
@@ -37,8 +37,8 @@ inline void land(const Part& part, const uint8_t* source) noexcept {
     }
 }
 
-// The state of the CRC of `data`; meanwhile the parts of the chunk before, which was found right, go to their
-// destinations. `each_held(land)` calls `land(part, source)` for each of them.
+// Returns the state of the CRC of `data`. At the same time it copies the parts of the chunk before, which is
+// verified, to their destinations. `each_held(land)` calls `land(part, source)` for each of them.
 template <typename EachHeld>
 uint32_t sum_while_landing(const Kernel& kernel, const uint8_t* data, int64_t length,
                            EachHeld&& each_held) noexcept {

@@ -39,7 +39,7 @@ bool read_bytes(const uint8_t** at, const uint8_t* end, int64_t limit, std::stri
     return true;
 }
 
-// Whether the field with this tag comes next; then it is behind its tag.
+// Returns whether the field with this tag comes next. If so, moves behind the tag.
 bool comes(const uint8_t** at, const uint8_t* end, uint8_t tag) {
     if (*at == end || **at != tag) return false;
     ++*at;
@@ -112,7 +112,8 @@ LayoutReader::Next LayoutReader::next(LayoutEntry* entry) {
     return Next::kEntry;
 }
 
-// Fields in the order of their numbers, each once, defaults absent: the one way a writer spells them.
+// Reads fields in the order of their numbers, each once, defaults absent: the only encoding that a writer
+// makes.
 bool LayoutReader::read_entry(const uint8_t* at, const uint8_t* end, LayoutEntry* entry) const {
     entry->key = {};
     if (comes(&at, end, bytes_tag(1)) &&
@@ -148,7 +149,7 @@ bool LayoutReader::read_entry(const uint8_t* at, const uint8_t* end, LayoutEntry
     return whole && at == end;
 }
 
-// Its region lies within its tensor and takes as many bytes as it says.
+// Checks that the entry's region lies within its tensor and has as many bytes as it says.
 bool LayoutReader::keeps_rules(const LayoutEntry& entry) const {
     const size_t dims = entry.shape.size();
     if (entry.offsets.size() != dims || entry.sizes.size() != dims) return false;
@@ -165,7 +166,8 @@ bool LayoutReader::keeps_rules(const LayoutEntry& entry) const {
            !__builtin_add_overflow(entry.offset_bytes, entry.length_bytes, &end);
 }
 
-// Behind all before it, or exactly where the one before lies, and then like it: tied tensors.
+// Checks that the entry's bytes are behind all before it, or exactly those of a like entry before it: tied
+// tensors.
 bool LayoutReader::lies_behind(const LayoutEntry& entry) const {
     if (entry.offset_bytes >= data_end_) return true;
     return entry.offset_bytes == previous_offset_ && entry.length_bytes == previous_length_ &&

@@ -1,5 +1,5 @@
-// Reads the entries of an encoded layout that keeps every rule. One that breaks a rule is only declined: the
-// decoder in Python says which rule, and decides. What is accepted here is accepted there, with the same
+// Reads the entries of an encoded layout that keeps every rule. A layout that breaks a rule is declined: then
+// the decoder in Python decides, and names the rule. What is accepted here is accepted there, with the same
 // meaning.
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace flashckpt {
 
-// The caps of the format that a reader has to know; flashckpt/format/caps.py has the reasons.
+// The limits of the format that a reader has to know; flashckpt/format/caps.py has the reasons.
 struct LayoutCaps {
     int64_t entries;
     int64_t entry_bytes;
@@ -31,7 +31,7 @@ struct LayoutPathPart {
     int64_t index;
 };
 
-// Views into the encoded bytes; the vectors are used again for the next entry.
+// Holds views into the encoded bytes; the vectors are reused for the next entry.
 struct LayoutEntry {
     std::string_view key;
     std::vector<LayoutPathPart> path;
@@ -42,7 +42,7 @@ struct LayoutEntry {
     bool per_rank = false;
 };
 
-// One entry after the other. What it does not look at: whether text is UTF-8, and whether entries of one key
+// Reads one entry after the other. It does not check whether text is UTF-8, and whether entries of one key
 // agree with each other.
 class LayoutReader {
   public:
@@ -62,8 +62,8 @@ class LayoutReader {
     const std::vector<Dtype>& dtypes_;
     const LayoutCaps caps_;
     int64_t count_ = 0;
-    int64_t data_end_ = 0;  // behind the entries so far
-    // Of the entry before: one that shares its bytes has to be like it.
+    int64_t data_end_ = 0;  // the end of the bytes of the entries so far
+    // Of the entry before: an entry that shares its bytes must have the same dtype and sizes.
     int64_t previous_offset_ = -1, previous_length_ = -1;
     size_t previous_dtype_ = 0;
     std::vector<int64_t> previous_sizes_;

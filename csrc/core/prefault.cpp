@@ -19,7 +19,7 @@
 namespace flashckpt {
 namespace {
 
-// One system call faults this much, so that threads share the work and a signal is not held up for long.
+// One system call faults this much, so that threads share the work and signals are handled soon.
 constexpr uintptr_t kStepBytes = uintptr_t{64} << 20;
 
 int populate(uintptr_t begin, size_t length) noexcept {
@@ -38,8 +38,8 @@ int touch_pages(void* address, size_t length) noexcept {
     const auto page = static_cast<uintptr_t>(::sysconf(_SC_PAGESIZE));
     const auto last = (reinterpret_cast<uintptr_t>(address) + (length - 1)) & ~(page - 1);
     for (uintptr_t at = reinterpret_cast<uintptr_t>(address) & ~(page - 1);; at += page) {
-        // The kernel ORs 0 into the page's first word, atomically. Doing it here would be quicker, but a page
-        // that can't be had would then be a SIGBUS instead of an EFAULT. Nobody waits on the futex, so none
+        // The kernel ORs 0 into the page's first word, atomically. Doing it here would be quicker, but an
+        // unavailable page would then be a SIGBUS instead of an EFAULT. No thread waits on the futex, so none
         // is woken.
         uint32_t unused = 0;
         const int operation = FUTEX_OP(FUTEX_OP_OR, 0, FUTEX_OP_CMP_EQ, 0);

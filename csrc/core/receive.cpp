@@ -26,7 +26,7 @@ Status check_apart(const GatherPiece* pieces, size_t count) {
     return Status::ok();
 }
 
-// 0, or an errno.
+// Returns 0 or an errno.
 int receive_all(int fd, uint8_t* to, int64_t length) noexcept {
     while (length > 0) {
         const ssize_t count = ::recv(fd, to, static_cast<size_t>(length), 0);
@@ -41,7 +41,7 @@ int receive_all(int fd, uint8_t* to, int64_t length) noexcept {
     return 0;
 }
 
-// Keeps two chunks: the one that comes, and the one before, found right and on its way to its destinations.
+// Keeps two chunks: the one being received, and the one before, which is verified and being copied.
 class Receiver {
   public:
     Receiver(const GatherPiece* pieces, size_t count, uint8_t* scratch, int64_t chunk_bytes) noexcept
@@ -49,7 +49,7 @@ class Receiver {
 
     uint8_t* room() const { return free_; }
 
-    // Whether the chunk in `room` is right. Chunks come in ascending order.
+    // Returns whether the chunk in `room` is right. Chunks come in ascending order.
     bool take(ChunkRange chunk, uint32_t crc) noexcept {
         if (~land_held_and_sum(free_, chunk.end - chunk.begin) != crc) return false;
         held_ = chunk;

@@ -46,10 +46,10 @@ Status check_pieces(const ScatterPiece* pieces, size_t count, int64_t destinatio
     return Status::ok();
 }
 
-// A gap this short is summed byte by byte; above it jumping over the zeros is quicker.
+// A gap up to this size is summed byte by byte; for a longer one, skipping the zeros is quicker.
 constexpr int64_t kShortGap = 256;
 
-// A piece shorter than this has too little between its alignment head and its tail for streaming stores.
+// A shorter piece has too few aligned bytes between its head and its tail for streaming stores.
 constexpr int64_t kShortPiece = 512;
 
 struct Job {

@@ -1,4 +1,4 @@
-// The save path: tensors into a slot and its checksums, in one pass over memory.
+// The save path: copies tensors into a slot and computes its checksums, in one pass over memory.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// What every call of the core returns. The core throws nothing across its API.
+// Defines what every call of the core returns. The core throws nothing across its API.
 #pragma once
 
 #include <cerrno>

@@ -11,7 +11,8 @@
 namespace flashckpt {
 namespace {
 
-// What of a file is in memory at a time: small enough for the second-level cache, whatever the chunks are.
+// How much of a file is in memory at a time: small enough for the second-level cache, whatever the chunk
+// size.
 constexpr int64_t kStepBytes = 128 << 10;
 
 // `check(scratch, chunk)` returns 1 (right), 0 (bad) or -errno.

@@ -1,4 +1,4 @@
-// Checksums of bytes that stay where they are: chunks of a shard, and ranges of memory.
+// Computes checksums of bytes in place: chunks of a shard, and ranges of memory.
 #pragma once
 
 #include <cstddef>
@@ -10,17 +10,17 @@
 
 namespace flashckpt {
 
-// The indices of the chunks of `data` whose CRC32C is not the given one, sorted.
+// Finds the chunks of `data` whose CRC32C is not the given one. Their indices are sorted.
 Status verify_chunks(const uint8_t* data, int64_t length, int64_t chunk_bytes, const uint32_t* crcs,
                      size_t crc_count, int threads, std::vector<int64_t>* bad,
                      int64_t inline_bytes = kInlineBytes) noexcept;
 
-// The same for a data area in a file. A chunk that the file ends before or within is bad.
+// Does the same for a data area in a file. A chunk is bad if the file ends before or within it.
 Status verify_file(int fd, int64_t data_offset, int64_t data_length, int64_t chunk_bytes,
                    const uint32_t* crcs, size_t crc_count, int threads, std::vector<int64_t>* bad,
                    int64_t inline_bytes = kInlineBytes) noexcept;
 
-// Bytes of this process.
+// A range of this process's memory.
 struct MemoryRange {
     int64_t address;
     int64_t length;

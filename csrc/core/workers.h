@@ -1,4 +1,4 @@
-// Threads that live for one call. No pool outlives it, so a fork finds nothing of ours half-way.
+// Threads that live for one call. No pool outlives the call, so a fork finds no thread of ours at work.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@ namespace flashckpt {
 // megabyte.
 inline constexpr int64_t kInlineBytes = int64_t{2} << 20;
 
-// How many threads are worth having for `bytes` of work, at most `wanted`.
+// Returns how many threads pay off for `bytes` of work, at most `wanted`.
 inline int useful_threads(int wanted, int64_t bytes, int64_t inline_bytes = kInlineBytes) noexcept {
     if (bytes < inline_bytes) return 1;
     const int64_t shares = inline_bytes > 0 ? std::max<int64_t>(1, bytes / (inline_bytes / 2 + 1)) : bytes;
@@ -26,7 +26,7 @@ class Claims {
   public:
     Claims(int64_t total, int64_t batch) noexcept : total_(total), batch_(std::max<int64_t>(batch, 1)) {}
 
-    // The next run, or false when all are taken.
+    // Returns the next run in `first` and `last`, or false if none is left.
     bool take(int64_t* first, int64_t* last) noexcept {
         *first = next_.fetch_add(batch_, std::memory_order_relaxed);
         if (*first >= total_) return false;
@@ -40,8 +40,8 @@ class Claims {
     std::atomic<int64_t> next_{0};
 };
 
-// The batch size for `total` chunks: about a megabyte, so that the memory is walked in order, but small
-// enough that every thread gets several.
+// Returns the batch size for `total` chunks: about a megabyte, so that the memory is walked in order, but
+// small enough that every thread gets several.
 inline int64_t chunk_batch(int64_t total, int64_t chunk_bytes, int threads) noexcept {
     constexpr int64_t kBatchBytes = int64_t{1} << 20;
     const int64_t by_size = std::max<int64_t>(1, kBatchBytes / chunk_bytes);
@@ -68,7 +68,7 @@ void run_in_threads(int threads, Body&& body) {
     for (std::thread& helper : helpers) helper.join();
 }
 
-// The first error any thread met; the others see it and stop.
+// Holds the first error of any thread; the others see it and stop.
 class FirstError {
   public:
     void set(int errno_value) noexcept {

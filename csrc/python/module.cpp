@@ -1,5 +1,4 @@
-// flashckpt.native._core: converts arguments, drops the GIL, and turns a Status into an exception. Nothing
-// else.
+// flashckpt.native._core only converts arguments, drops the GIL, and turns a Status into an exception.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -24,7 +23,7 @@ using flashckpt::Status;
 
 namespace {
 
-// The one table from Status to exceptions.
+// The only table from Status to exceptions.
 void raise_unless_ok(const Status& status) {
     switch (status.code()) {
         case Code::kOk:
@@ -40,7 +39,7 @@ void raise_unless_ok(const Status& status) {
     throw nb::python_error();
 }
 
-// A C-contiguous buffer, held for as long as this lives: its owner can neither free nor resize it meanwhile.
+// Holds a C-contiguous buffer for as long as this lives: its owner can neither free nor resize it meanwhile.
 class Buffer {
   public:
     enum class Access { kRead, kWrite };
@@ -63,8 +62,8 @@ class Buffer {
     uint8_t* data() const { return static_cast<uint8_t*>(view_.buf); }
     int64_t length() const { return view_.len; }
 
-    // A copy as `Item`s. A copy, because the caller's bytes may be misaligned and must not change once
-    // checked.
+    // Returns a copy as `Item`s, because the caller's bytes may be misaligned and must not change after the
+    // check.
     template <typename Item>
     std::vector<Item> items(const char* name) const {
         if (view_.len % static_cast<Py_ssize_t>(sizeof(Item)) != 0) {
@@ -87,7 +86,7 @@ class Buffer {
 
 uint32_t crc32c(nb::handle data, uint32_t seed) {
     const Buffer buffer("data", data);
-    // For a few bytes, giving the GIL away and waiting to get it back costs more than the work.
+    // For a few bytes, releasing the GIL and waiting to get it back costs more than the work.
     constexpr int64_t kKeepGil = 64 << 10;
     if (buffer.length() < kKeepGil) {
         return flashckpt::crc32c(seed, buffer.data(), static_cast<size_t>(buffer.length()));
@@ -198,7 +197,7 @@ nb::bytes checksum_ranges(nb::handle ranges, int threads) {
     return nb::bytes(reinterpret_cast<const char*>(crcs.data()), crcs.size() * sizeof(uint32_t));
 }
 
-// A tuple, or one of a subclass that adds nothing but names (a NamedTuple): what tuple.__new__ makes.
+// Makes a tuple, or one of a subclass that only adds names (a NamedTuple), as tuple.__new__ does.
 nb::object make_tuple(PyTypeObject* type, std::initializer_list<nb::object> items) {
     nb::object made = nb::steal(type->tp_alloc(type, static_cast<Py_ssize_t>(items.size())));
     if (!made.is_valid()) throw nb::python_error();
@@ -222,7 +221,7 @@ nb::object new_tuple(size_t size) {
     return made;
 }
 
-// Invalid where it is no UTF-8.
+// Returns an invalid object if the text is not UTF-8.
 nb::object text(std::string_view bytes) {
     return nb::steal(PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), nullptr));
 }
@@ -235,7 +234,7 @@ nb::object numbers(const std::vector<int64_t>& from) {
     return made;
 }
 
-// The path of an entry; invalid where a key is no UTF-8.
+// Returns the path of an entry; an invalid object if a key is not UTF-8.
 nb::object path_of(const flashckpt::LayoutEntry& entry, const nb::object& key) {
     nb::object made = new_tuple(entry.path.size());
     for (size_t i = 0; i < entry.path.size(); ++i) {
@@ -252,7 +251,7 @@ nb::object path_of(const flashckpt::LayoutEntry& entry, const nb::object& key) {
     return made;
 }
 
-// None where the layout is declined.
+// Returns None if the layout is declined.
 nb::object layout_entries(nb::handle data, nb::dict item_bytes, const std::vector<int64_t>& caps,
                           nb::handle entry_type, nb::handle box_type) {
     const Buffer buffer("data", data);

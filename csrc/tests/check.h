@@ -1,4 +1,4 @@
-// A test is a named function; CHECK records a failure with both values and goes on.
+// A test is a named function. CHECK records a failure with both values and continues.
 #pragma once
 
 #include <cstdint>

@@ -23,7 +23,7 @@ void fail(const char* file, int line, const std::string& what) {
     if (failures <= 20) std::fprintf(stderr, "%s:%d: %s\n", file, line, what.c_str());
 }
 
-// Not what is under test, and half of the time of a sanitizer run if it were instrumented.
+// Not instrumented: this is not under test, and would take half of the time of a sanitizer run.
 __attribute__((no_sanitize("address", "undefined", "thread"))) uint32_t reference_crc(const uint8_t* data,
                                                                                       size_t length,
                                                                                       uint32_t seed) {

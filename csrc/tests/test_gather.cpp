@@ -9,7 +9,7 @@ using namespace flashckpt::test;
 
 namespace {
 
-constexpr int64_t kOffset = 4096 + 17;  // of the data area in the file; odd on purpose
+constexpr int64_t kOffset = 4096 + 17;  // of the data area in the file; misaligned on purpose
 
 std::vector<uint8_t> with_header(const std::vector<uint8_t>& data) {
     std::vector<uint8_t> content = random_bytes(kOffset, 99);

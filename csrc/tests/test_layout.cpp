@@ -11,7 +11,7 @@ namespace {
 const std::vector<Dtype> kDtypes{{"float32", 4}, {"uint8", 1}};
 constexpr LayoutCaps kCaps{1 << 20, 16 << 10, 4 << 10, 64, 64, 64};
 
-// Fields of an entry, as a writer spells them: key "a", path ("a", 7), float32[2, 3] at byte 64.
+// The fields of an entry, as a writer encodes them: key "a", path ("a", 7), float32[2, 3] at byte 64.
 const std::string kKey("\x0a\x01" "a", 3);
 const std::string kPath("\x12\x03\x0a\x01" "a" "\x12\x02\x10\x07", 9);
 const std::string kDtype("\x1a\x07" "float32", 9);
@@ -26,7 +26,7 @@ std::string entry(const std::string& fields) {
 
 std::string whole() { return kKey + kPath + kDtype + kShape + kOffsets + kSizes + kPlace; }
 
-// How many entries are read before the end; -1 where it declines.
+// Returns how many entries are read before the end; -1 if the layout is declined.
 int count(const std::string& data, LayoutCaps caps = kCaps) {
     // A copy of its own, so that the sanitizers see a read beyond it.
     const std::vector<uint8_t> bytes(data.begin(), data.end());

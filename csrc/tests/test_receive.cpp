@@ -14,7 +14,7 @@ using namespace flashckpt::test;
 
 namespace {
 
-// A connection whose far end a thread writes `bytes` to, in pieces of odd sizes, and then closes.
+// A connection. A thread writes `bytes` to its far end, in pieces of odd sizes, and then closes it.
 class Sent {
   public:
     explicit Sent(std::vector<uint8_t> bytes) : bytes_(std::move(bytes)) {
@@ -116,7 +116,7 @@ TEST(receive_of_a_connection_that_ends_or_stalls) {
     {
         const Sent sent(std::vector<uint8_t>(data.begin(), data.begin() + 5000));
         CHECK_EQUAL(receive(sent.fd()).errno_value(), ECONNRESET);
-        CHECK(std::equal(found.begin(), found.begin() + 4096, data.begin()));  // what came whole is in place
+        CHECK(std::equal(found.begin(), found.begin() + 4096, data.begin()));  // the complete chunk is in place
     }
     int ends[2];
     CHECK_EQUAL(::socketpair(AF_UNIX, SOCK_STREAM, 0, ends), 0);

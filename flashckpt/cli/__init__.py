@@ -1,4 +1,6 @@
-"""The command line. `flashckpt --help` imports click and nothing else; each sub-command loads when it is used."""
+"""Defines the command line. `flashckpt --help` imports click and nothing else; each command is imported when it is
+used.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Entry point of the `flashckpt` command."""
+    """Run the `flashckpt` command."""
     from flashckpt.cli.entry import run
 
     run()

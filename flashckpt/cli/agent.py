@@ -1,4 +1,6 @@
-"""`flashckpt agent`: run, start, stop and look at this node's agent of a job. No torch; gRPC only where it is asked."""
+"""Implements `flashckpt agent`: run, start, stop or show this node's agent of a job. No torch; gRPC only if it is
+needed.
+"""
 
 from __future__ import annotations
 
@@ -21,38 +23,45 @@ if TYPE_CHECKING:
 
     F = TypeVar("F", bound=Callable[..., Any])
 
-_START_TIMEOUT = 300.0  # as a trainer gives it
+_START_TIMEOUT = 300.0  # the same as a trainer's
 
 
 @click.group("agent")
 def command() -> None:
-    """Run, start, stop or look at this node's agent of a job.
+    """Run, start, stop or show this node's agent of a job.
 
-    Trainers start it by themselves where none runs; it outlives them, and ends when nobody needed it for --linger.
+    Trainers start the agent by themselves if none runs. It outlives them, and ends after --linger seconds without
+    trainers.
     """
 
 
 def _settings(function: F) -> F:
-    """What an agent can be told, with the defaults that trainers start it with."""
+    """Add the options of an agent. Their defaults are those that trainers start it with."""
     for option in (
         click.option("--job", metavar="NAME", help="Default: FLASHCKPT_JOB or the launcher's id."),
-        click.option("--memory-dir", metavar="DIR", help="Directory on a tmpfs. Default: as the trainers'."),
+        click.option("--memory-dir", metavar="DIR", help="Directory on a tmpfs. Default: that of the trainers."),
         click.option("--node-id", metavar="NAME", help="Default: FLASHCKPT_NODE_ID, else the host name."),
-        click.option("--linger", type=float, metavar="SECONDS", help="Exit after so long without a trainer; 0: never."),
-        click.option("--budget-bytes", type=int, metavar="BYTES", help="Most memory of all slots of the job here."),
-        click.option("--replicate-max-mbps", type=float, metavar="MBIT", help="Most megabits a second to all peers."),
-        click.option("--transport", metavar="auto|tcp|grpc", help="How shards go from node to node."),
-        click.option("--lanes", type=int, metavar="N", help="Connections of one transfer."),
+        click.option(
+            "--linger", type=float, metavar="SECONDS", help="Exit after that time without trainers; 0: never."
+        ),
+        click.option("--budget-bytes", type=int, metavar="BYTES", help="Limit for all slots of the job on this node."),
+        click.option(
+            "--replicate-max-mbps", type=float, metavar="MBIT", help="Limit for all peers together, in Mbit per second."
+        ),
+        click.option("--transport", metavar="auto|tcp|grpc", help="How shards are sent from node to node."),
+        click.option("--lanes", type=int, metavar="N", help="TCP connections per transfer."),
         click.option(
             "--encrypt-data/--no-encrypt-data",
             default=None,
-            help="Whether they use TLS. Default: where FLASHCKPT_TLS_CERT is given.",
+            help="Use TLS for shards. Default: if FLASHCKPT_TLS_CERT is given.",
         ),
-        click.option("--nice", type=click.IntRange(0, 19), metavar="N", help="Added to the niceness."),
-        click.option("--beat-interval", type=float, metavar="SECONDS", help="Between signs of life to peers."),
-        click.option("--peer-timeout", type=float, metavar="SECONDS", help="Silence after which a peer is down."),
-        click.option("--scrub-interval", type=float, metavar="SECONDS", help="Between verifications of what it holds."),
-        click.option("--drain-timeout", type=float, metavar="SECONDS", help="For running pushes when it is stopped."),
+        click.option("--nice", type=click.IntRange(0, 19), metavar="N", help="Add this to the niceness."),
+        click.option("--beat-interval", type=float, metavar="SECONDS", help="Time between messages to peers."),
+        click.option(
+            "--peer-timeout", type=float, metavar="SECONDS", help="Silence after which a peer counts as down."
+        ),
+        click.option("--scrub-interval", type=float, metavar="SECONDS", help="Time between checks of all shards."),
+        click.option("--drain-timeout", type=float, metavar="SECONDS", help="Time for running pushes on a stop."),
     )[::-1]:
         function = option(function)
     return function
@@ -61,7 +70,7 @@ def _settings(function: F) -> F:
 @command.command("run")
 @_settings
 def run(**given: Any) -> None:
-    """Be the agent, in the foreground: for systemd, a sidecar or a DaemonSet. Logs to stderr; SIGTERM drains."""
+    """Run the agent in the foreground: for systemd, a sidecar or a DaemonSet. Logs to stderr; SIGTERM drains."""
     options = _options(given)
     from flashckpt.agent import process
 
@@ -69,7 +78,7 @@ def run(**given: Any) -> None:
 
 
 @command.command("start")
-@click.option("--timeout", type=float, default=_START_TIMEOUT, show_default=True, help="Seconds it may take.")
+@click.option("--timeout", type=float, default=_START_TIMEOUT, show_default=True, help="Seconds to wait until it runs.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @_settings
 def start(timeout: float, as_json: bool, **given: Any) -> None:
@@ -87,11 +96,11 @@ def start(timeout: float, as_json: bool, **given: Any) -> None:
 
 
 @command.command("stop")
-@click.option("--timeout", type=click.FloatRange(min=0), help="Seconds it gets to drain. Default: by its own settings.")
-@click.option("--kill", is_flag=True, help="End it at once if it has not drained by then.")
+@click.option("--timeout", type=click.FloatRange(min=0), help="Seconds it may drain. Default: its own settings.")
+@click.option("--kill", is_flag=True, help="Kill it if it has not drained by then.")
 @where
 def stop(timeout: float | None, kill: bool, job: str | None, memory_dir: str | None, as_json: bool) -> None:
-    """Stop the agent: it finishes what it is sending, and exits. What it holds stays in memory."""
+    """Stop the agent: it finishes what it is sending, and exits. Its shards stay in memory."""
     directory = memory_dir_of(memory_dir, job)
     name = selected_job(directory, job)
     from flashckpt.agent.start import stop_agent
@@ -111,7 +120,7 @@ def stop(timeout: float | None, kill: bool, job: str | None, memory_dir: str | N
 @click.option("--timeout", type=float, default=2.0, show_default=True, help="Seconds to wait for its answer.")
 @where
 def status(timeout: float, job: str | None, memory_dir: str | None, as_json: bool) -> None:
-    """Show the agent: exit code 0 if it answers, 1 if it lives and does not, 3 if none runs."""
+    """Show the agent. Exit code 0 if it answers, 1 if it runs and does not answer, 3 if none runs."""
     directory = memory_dir_of(memory_dir, job)
     name = selected_job(directory, job)
     from flashckpt.agent.start import look
@@ -129,7 +138,7 @@ def status(timeout: float, job: str | None, memory_dir: str | None, as_json: boo
 
 
 def as_fields(seen: SeenAgent | None) -> dict[str, Any]:
-    """The agent as listings show it."""
+    """Describe the agent as listings show it."""
     if seen is None:
         return {"agent": None}
     holder = seen.holder
@@ -160,12 +169,12 @@ def _lines(job: str, seen: SeenAgent) -> list[tuple[str, str]]:
 
 
 def _options(given: dict[str, Any]) -> Options:
-    """Argument beats environment beats default, as for trainers."""
+    """Resolve the options: argument beats environment beats default, as for trainers."""
     from flashckpt.agent.process import Options
 
     names = ("job", "memory_dir", "node_id", "encrypt_data")
     settings = resolve(CheckpointConfig(**{name: given.pop(name) for name in names}))
-    # What was not given keeps the agent's own default.
+    # An option that was not given keeps the agent's own default.
     told = {name: value for name, value in given.items() if value is not None}
     return Options(
         job=settings.job,

@@ -1,4 +1,4 @@
-"""`flashckpt bench`: runs the benchmarks of the source tree."""
+"""Implements `flashckpt bench`: runs the benchmarks of the source tree."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _ROOT = Path(__file__).resolve().parents[2]
 @click.command("bench", context_settings={"ignore_unknown_options": True, "help_option_names": []})
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def command(arguments: tuple[str, ...]) -> None:
-    """Measure save and load on this machine. Arguments go to the benchmark; try --help."""
+    """Measure save and load on this machine. Arguments are passed to the benchmark; try --help."""
     if not (_ROOT / "bench" / "__main__.py").is_file():
         note("the benchmarks are not part of the installed package")
         note("hint: get the source tree of flashckpt and run `make bench` in it")
         sys.exit(NOTHING_FOUND)
-    # -P: a `bench` in the user's directory must not be run instead. Files he names are still his.
+    # -P: do not run a `bench` in the user's directory instead. Paths in the arguments are still relative to it.
     path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-P", "-m", "bench", *arguments]
     sys.exit(subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=False).returncode)

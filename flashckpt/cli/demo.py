@@ -1,4 +1,4 @@
-"""`flashckpt demo`."""
+"""Implements `flashckpt demo`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ import click
 
 
 @click.command("demo")
-@click.option("--nodes", type=click.IntRange(min=2), default=4, show_default=True, help="Nodes, of one rank each.")
-@click.option("--steps", type=click.IntRange(min=1), default=30, show_default=True, help="Training steps in all.")
+@click.option(
+    "--nodes", type=click.IntRange(min=2), default=4, show_default=True, help="Number of nodes, with one rank each."
+)
+@click.option("--steps", type=click.IntRange(min=1), default=30, show_default=True, help="Number of training steps.")
 @click.option("--every", type=click.IntRange(min=1), default=5, show_default=True, help="Steps between checkpoints.")
-@click.option("--lose", type=click.IntRange(min=0), default=2, show_default=True, help="The node that is lost.")
+@click.option(
+    "--lose", type=click.IntRange(min=0), default=2, show_default=True, help="Number of the node that is lost."
+)
 @click.option("--lose-at", type=click.IntRange(min=1), help="Step after which it is lost, between two checkpoints.")
-@click.option("--memory-dir", envvar="FLASHCKPT_MEMORY_DIR", help="The demo makes a directory of its own beside it.")
-@click.option("--plain", is_flag=True, help="Lines only: no live table, no colours. So it is where stdout is a file.")
+@click.option("--memory-dir", envvar="FLASHCKPT_MEMORY_DIR", help="The demo makes its own directory beside it.")
+@click.option("--plain", is_flag=True, help="Lines only, without live table and colours. Default if stdout is a file.")
 def command(
     nodes: int, steps: int, every: int, lose: int, lose_at: int | None, memory_dir: str | None, plain: bool
 ) -> None:

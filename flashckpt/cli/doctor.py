@@ -1,4 +1,6 @@
-"""`flashckpt doctor`: is this node fit for saving, and what to do where it is not. No torch."""
+"""Implements `flashckpt doctor`: checks whether this node is fit for saving, and says what to do if it is not. No
+torch.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +38,21 @@ class _Size(click.ParamType[int]):
 
 @click.command("doctor")
 @click.option("--size", type=_Size(), metavar="SIZE", help="State of all ranks of this node together, e.g. 84G.")
-@click.option("--replicas", type=click.IntRange(0), default=1, show_default=True, help="As in the configuration.")
+@click.option(
+    "--replicas", type=click.IntRange(0), default=1, show_default=True, help="Replicas, as in the configuration."
+)
 @click.option("--keep-memory", type=click.IntRange(1), default=1, show_default=True, help="As in the configuration.")
-@click.option("--nodes", type=click.IntRange(1), default=1, show_default=True, help="To tell the size of a checkpoint.")
-@click.option("--persist-dir", metavar="DIR", help="Path or URL. Default: what this node's agent was told.")
-@click.option("--keep-latest-k", type=click.IntRange(0), default=2, show_default=True, help="Checkpoints kept there.")
+@click.option(
+    "--nodes",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Number of nodes, for the size of a checkpoint.",
+)
+@click.option("--persist-dir", metavar="DIR", help="Path or URL. Default: that of this node's agent.")
+@click.option(
+    "--keep-latest-k", type=click.IntRange(0), default=2, show_default=True, help="Number of checkpoints kept there."
+)
 @click.option("--timeout", type=float, default=2.0, show_default=True, help="Seconds to wait for an agent's answer.")
 @click.option("--strict", is_flag=True, help="Warnings count as failures.")
 @where
@@ -59,7 +71,7 @@ def command(
 ) -> None:
     """Check this node: memory, limits, clock, native core, torch, agent, network, certificates, persist_dir.
 
-    Exit code 0 if nothing fails, 1 if something does. Writes nothing but a small file in persist_dir, which it removes.
+    Exit code 0 if nothing fails, 1 if something does. Writes only a small file in persist_dir, and removes it.
     """
     from flashckpt.doctor.disk import judge_disk, look_at_disk
     from flashckpt.doctor.finding import Grade, worst
@@ -96,7 +108,7 @@ def command(
 
 
 def _settings(job: str | None, memory_dir: str | None, persist_dir: str | None) -> Settings:
-    """What a trainer with these options and this environment would use; before the first one no job need be named."""
+    """Resolve the settings as a trainer would. Before the first one has run, no job need be named."""
     here = memory_dir_of(memory_dir, job)
     name = named_job(job)
     if name is None and persist_dir is None:
@@ -107,12 +119,12 @@ def _settings(job: str | None, memory_dir: str | None, persist_dir: str | None) 
         name = jobs[0] if len(jobs) == 1 else "-"
         if len(jobs) > 1:
             note(f"{len(jobs)} jobs in {here}: name one with --job to look at its agent")
-    # load_only: what the directory is like can be said without an agent.
+    # load_only: persist_dir can be checked without an agent.
     return resolve(CheckpointConfig(job=name, memory_dir=memory_dir, persist_dir=persist_dir, load_only=True))
 
 
 def _held(settings: Settings) -> int:
-    """Memory that the job's slots have already: it is used again, not needed twice."""
+    """Return the bytes of the job's slots: they are reused, not needed twice."""
     try:
         with open_store(settings.memory_dir, settings.job) as store:
             return store.status().total_bytes

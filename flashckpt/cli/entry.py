@@ -1,4 +1,4 @@
-"""The command group, and the one place where an error becomes a message and an exit code."""
+"""Defines the command group, and turns every error into a message and an exit code."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ if TYPE_CHECKING:
 OK, FAILED, USAGE, NOTHING_FOUND, ERRORS_FOUND = 0, 1, 2, 3, 5
 _INTERRUPTED = 130
 
-# name → (module, what it does). Here as well, so that the listing needs no import.
+# name → (module, help). The help is repeated here, so that the listing imports no command.
 _COMMANDS = {
-    "agent": ("flashckpt.cli.agent", "Run, start, stop or look at this node's agent."),
+    "agent": ("flashckpt.cli.agent", "Run, start, stop or show this node's agent."),
     "bench": ("flashckpt.cli.bench", "Measure save and load on this machine."),
-    "demo": ("flashckpt.cli.demo", "Lose a node of a training job and watch it go on, bit for bit."),
-    "doctor": ("flashckpt.cli.doctor", "Check that this node is fit for saving, and say what to do where not."),
+    "demo": ("flashckpt.cli.demo", "Lose a node of a training job and resume it, bit for bit."),
+    "doctor": ("flashckpt.cli.doctor", "Check that this node is fit for saving, and say what to do if not."),
     "export": ("flashckpt.cli.export", "Write the model of a saved step for other programs."),
-    "flush": ("flashckpt.cli.flush", "Bring a step from memory to persist_dir now."),
-    "histories": ("flashckpt.cli.histories", "Show how the job's launches follow each other; choose between two."),
+    "flush": ("flashckpt.cli.flush", "Write a step from memory to persist_dir now."),
+    "histories": (
+        "flashckpt.cli.histories",
+        "Show how the job's launches continue each other; choose between two histories.",
+    ),
     "import": ("flashckpt.cli.import_model", "Write another program's model as a checkpoint to start from."),
     "inspect": ("flashckpt.cli.inspect", "Show what one saved step holds."),
     "ls": ("flashckpt.cli.ls", "List the generations in this node's memory."),
@@ -66,11 +69,11 @@ def _print_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None
     "--version", is_flag=True, expose_value=False, is_eager=True, callback=_print_version, help="Show the version."
 )
 def group() -> None:
-    """In-memory checkpoints for PyTorch training: look at them, check them, try them."""
+    """In-memory checkpoints for PyTorch training: show them, check them, try them."""
 
 
 def run() -> NoReturn:
-    """Runs the command line and exits. Errors come as code, message and hint, never as a traceback."""
+    """Run the command line and exit. Errors are printed as code, message and hint, never as a traceback."""
     try:
         code = group.main(prog_name="flashckpt", standalone_mode=False)
     except click.exceptions.Abort:
@@ -83,7 +86,7 @@ def run() -> NoReturn:
         print_error(error)
         code = exit_code(error)
     except BrokenPipeError:
-        # `flashckpt ls | head`. Without this the interpreter complains once more while it shuts down.
+        # For `flashckpt ls | head`. Otherwise the interpreter reports the closed pipe again while it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = FAILED
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""`flashckpt export`: the model of a saved step for other programs."""
+"""Implements `flashckpt export`: writes the model of a saved step for other programs."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 @click.command("export")
 @click.argument("out", metavar="DIRECTORY")
-@click.option("--from", "path", metavar="PATH", help="A persisted step, DCP or safetensors instead of memory.")
+@click.option("--from", "path", metavar="PATH", help="Read a persisted step, DCP or safetensors, not memory.")
 @click.option("--step", type=click.IntRange(min=0), help="Default: the newest complete one.")
 @click.option(
     "--to", "form", type=click.Choice(_FORMS), default="hf", show_default=True, help="safetensors, torch, DCP."
 )
 @click.option("--dtype", type=click.Choice(_DTYPES), help="Convert floating point tensors.")
-@click.option("--part", default="model", show_default=True, help="Which part of the state.")
+@click.option("--part", default="model", show_default=True, help="Part of the state to export.")
 @click.option(
     "--shard-size",
     type=click.FloatRange(min=0, min_open=True),
     default=5.0,
     show_default=True,
-    help="Most gigabytes a file.",
+    help="Largest file, in gigabytes.",
 )
 @key_map_option
 @click.option("--overwrite", is_flag=True, help="Replace DIRECTORY.")

@@ -1,4 +1,4 @@
-"""`flashckpt flush`."""
+"""Implements `flashckpt flush`."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _POLL_SECONDS = 0.2
 @click.option("--step", type=int, metavar="N", help="Default: the newest committed step.")
 @click.option("--wait", "timeout", type=float, default=600.0, metavar="SECONDS", help="0: only ask. Default: 600.")
 def command(job: str | None, memory_dir: str | None, as_json: bool, step: int | None, timeout: float) -> None:
-    """Bring a committed step from memory to persist_dir now, and wait until it is there.
+    """Write a committed step from memory to persist_dir now, and wait until it is there.
 
-    All nodes write their part; the trainers take none. A flush that fails is tried again by itself.
+    All nodes write their part; the trainers do nothing. A flush that fails is tried again automatically.
     """
     directory = memory_dir_of(memory_dir, job)
     names = selected_jobs(directory, job)
@@ -39,7 +39,7 @@ def command(job: str | None, memory_dir: str | None, as_json: bool, step: int | 
     if as_json:
         print_json("flush/v1", {"job": names[0], "step": generation.step, "done": done, "persist": status})
     elif done:
-        note(f"step {generation.step} lies in {status['directory']}")
+        note(f"step {generation.step} is in {status['directory']}")
     else:
         note(f"step {generation.step} is being flushed")
     sys.exit(OK if done or timeout <= 0 else FAILED)

@@ -1,4 +1,4 @@
-"""`flashckpt histories`: the job's launches as a tree, and a person's choice between two histories. No torch."""
+"""Implements `flashckpt histories`: shows the job's launches as a tree; a person may choose a history. No torch."""
 
 from __future__ import annotations
 
@@ -37,57 +37,57 @@ _SHOWN_NODES = 4
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What is known here of the job's launches."""
+    """Holds what this node knows of the job's launches."""
 
     job: str
     memory_dir: str
     persist_dir: str | None  # None: there is none, or it is another job's
     lines: tuple[Line, ...]
-    memory: dict[Generation, tuple[int, int]]  # ranks with a shard on this node, and in all
+    memory: dict[Generation, tuple[int, int]]  # ranks with a shard on this node, and ranks in all
     committed: frozenset[Generation]
-    nodes: dict[Launch, tuple[str, ...]]  # of the launches whose sessions are remembered here
-    here: str  # this node
+    nodes: dict[Launch, tuple[str, ...]]  # of the launches whose sessions this node remembers
+    here: str  # this node's name
     disk: tuple[Persisted, ...]
     problems: tuple[str, ...]
 
     @property
     def launches(self) -> set[Launch]:
-        """That a step lies of here."""
+        """Return the launches of which a step is on this node or on disk."""
         return {launch_of(one) for one in (*self.memory, *(step.generation for step in self.disk))}
 
     @property
     def whole(self) -> list[Generation]:
-        """What counts as whole: in memory also what other nodes have the rest of."""
+        """Return the complete generations. In memory, a committed one counts: other nodes have the rest."""
         memory = [one for one, (here, world) in self.memory.items() if here == world or one in self.committed]
         return [*memory, *(one.generation for one in self.disk if not one.problem)]
 
 
 class State(enum.StrEnum):
-    """What a launch is to the histories that have something complete here."""
+    """Says how a launch is related to the histories that have a complete generation here."""
 
     CURRENT = "current"  # the newest of the only history
     ONE_OF_SEVERAL = "one of several histories"  # the newest of one of them: a person chooses
     CONTINUED = "continued"  # its steps up to some step are on a history
-    ABANDONED = "abandoned"  # none of its steps is
+    ABANDONED = "abandoned"  # none of its steps is on a history
     UNRELATED = "of a history with nothing complete here"
 
 
 @dataclass(slots=True)
 class Step:
-    """Where one step of a launch lies."""
+    """Says where one step of a launch is."""
 
     step: int
     places: list[str] = field(default_factory=list)  # "memory", "partly in memory", "disk", "damaged on disk"
-    nodes: tuple[str, ...] = ()  # those that hold shards of it in memory, as far as is known here
+    nodes: tuple[str, ...] = ()  # nodes that hold shards of it in memory, as far as this node knows
 
 
 @dataclass(slots=True)
 class Branch:
-    """One launch in the tree."""
+    """Describes one launch in the tree."""
 
     launch: Launch
-    base: Ancestor | None  # what it went on from
-    is_root: bool  # it began with nothing; without a base either, what it went on from is not known here
+    base: Ancestor | None  # the step and launch that it continued
+    is_root: bool  # it began with nothing. False without a base: what it continued is not known here
     steps: list[Step]
     state: State = State.UNRELATED
     up_to: int | None = None  # CONTINUED: the last step that counts; None: all of them do
@@ -96,17 +96,17 @@ class Branch:
 
 @click.group("histories", invoke_without_command=True)
 @where
-@click.option("--persist-dir", metavar="DIR", help="Default: where the job's last launch on this node flushed to.")
+@click.option("--persist-dir", metavar="DIR", help="Default: that of the job's last launch on this node.")
 @click.pass_context
 def command(
     context: click.Context, job: str | None, memory_dir: str | None, as_json: bool, persist_dir: str | None
 ) -> None:
-    """Show how the job's launches follow each other, with their steps on this node and on disk.
+    """Show how the job's launches continue each other, with their steps on this node and on disk.
 
-    A launch goes on from a step of the one before it. What that one saved above the step is abandoned: it is never
-    loaded unless a person goes back to it. Two histories of which none goes on from the other are both kept until a
-    person chooses: by load(history=NAME), or here, on a node that knows of both. A name is the launch's; its first
-    letters are enough.
+    A launch continues from a step of an earlier launch. Later steps of that launch are abandoned: they are never loaded
+    unless a person goes back to them. Two histories of which neither continues the other are both kept until a person
+    chooses: by load(history=NAME), or here, on a node that knows both. A name is the launch's; its first letters are
+    enough.
     """
     directory = memory_dir_of(memory_dir, job)
     context.obj = seen = look(directory, selected_job(directory, job), persist_dir)
@@ -121,7 +121,7 @@ def command(
         for text in _drawn(roots):
             click.echo(printable(text))
         if hidden:
-            note(f"Not shown: {hidden} launches that the job went on without and of which nothing lies here.")
+            note(f"Not shown: {hidden} launches that the job did not continue and of which nothing is stored here.")
     for problem in seen.problems:
         note(problem)
     if not as_json:
@@ -133,7 +133,7 @@ def command(
 @click.argument("name")
 @click.pass_obj
 def choose(seen: Seen, name: str) -> None:
-    """Go on with history NAME at the job's next start, and abandon the others that are known here."""
+    """Continue with history NAME at the job's next start, and abandon the others that this node knows."""
     _say(seen, name, abandon=False)
 
 
@@ -141,12 +141,12 @@ def choose(seen: Seen, name: str) -> None:
 @click.argument("name")
 @click.pass_obj
 def abandon(seen: Seen, name: str) -> None:
-    """Abandon history NAME: the job's next start goes on with the only other one that is known here."""
+    """Abandon history NAME: the job's next start continues with the only other one that this node knows."""
     _say(seen, name, abandon=True)
 
 
 def look(memory_dir: str, job: str, persist_dir: str | None) -> Seen:
-    """Read what lies on this node and in persist_dir. Changes nothing."""
+    """Read what is on this node and in persist_dir. Changes nothing."""
     problems: list[str] = []
     memory: dict[Generation, set[int]] = {}
     worlds: dict[Generation, int] = {}
@@ -168,7 +168,7 @@ def look(memory_dir: str, job: str, persist_dir: str | None) -> Seen:
     nodes = {one.launch: tuple(member.node_id for member in one.members) for one in sessions}
     here = resolve(CheckpointConfig(job=job, memory_dir=memory_dir)).node_id
     if nodes and not any(here in members for members in nodes.values()):
-        here = "this node"  # its trainers have given it a name that is not known here
+        here = "this node"  # a trainer gave it a name that is not known here
     known = tuple(by_head(lines).values())
     return Seen(job, memory_dir, directory, known, shards, committed, nodes, here, disk, tuple(problems))
 
@@ -195,7 +195,7 @@ def _look_at_disk(
 
 
 def _sessions(store: SlotStore) -> list[Session]:
-    """Those that this node remembers; what can't be understood is left out."""
+    """Read the sessions that this node remembers; what cannot be parsed is left out."""
     found = []
     for data in (*(past for _, past in store.read_past_sessions()), store.read_session()):
         with contextlib.suppress(CorruptShardError):
@@ -204,8 +204,9 @@ def _sessions(store: SlotStore) -> list[Session]:
 
 
 def tree(seen: Seen) -> list[Branch]:
-    """Return the launches that began with nothing, or of which that is not known, each with those that went on from it,
-    oldest first."""
+    """Return the launches that began with nothing, or whose origin is not known, each with those that continued it,
+    oldest first.
+    """
     known = by_head(seen.lines)
     launches = {*known, *seen.launches, *(one.launch for line in known.values() for one in line.listed)}
     bases = _bases(known)
@@ -223,10 +224,10 @@ def tree(seen: Seen) -> list[Branch]:
 
 
 def _bases(known: dict[Launch, Line]) -> dict[Launch, Ancestor | None]:
-    """Return what each launch went on from, None if it began with nothing. Launches of which it is not known are left
+    """Return what each launch continued, None if it began with nothing. Launches whose origin is not known are left
     out.
 
-    A line tells it of its head, and of those that the head descends from: their own lines may be gone.
+    A line tells it of its head and of the head's ancestors, whose own lines may have been removed.
     """
     own: dict[Launch, Ancestor | None] = {}
     told: dict[Launch, Ancestor | None] = {}
@@ -235,7 +236,7 @@ def _bases(known: dict[Launch, Line]) -> dict[Launch, Ancestor | None]:
         launches = [*(one.launch for one in path), line.head]
         if launches[0] == line.root:
             told[line.root] = None
-        # Between what lies below the floor launches may be missing.
+        # Between launches below the floor, others may be missing.
         told |= {
             launch: base
             for base, launch in zip(path, launches[1:], strict=True)
@@ -276,7 +277,7 @@ def _set_state(branch: Branch, heads: list[Line], known: dict[Launch, Line]) -> 
 
 
 def _walk(roots: list[Branch]) -> Iterator[Branch]:
-    """Each launch, before those that went on from it."""
+    """Yield each launch before those that continued it."""
     todo = roots[::-1]
     while todo:
         branch = todo.pop()
@@ -285,7 +286,7 @@ def _walk(roots: list[Branch]) -> Iterator[Branch]:
 
 
 def _hide_idle(roots: list[Branch]) -> int:
-    """Take out launches of which nothing lies here, and nothing of what went on from them. Return how many."""
+    """Remove launches of which nothing is here, and nothing of those that continued them. Return their number."""
     hidden = 0
     for siblings in reversed([roots, *(branch.children for branch in _walk(roots))]):
         idle = [one for one in siblings if not one.steps and not one.children and one.state is State.ABANDONED]
@@ -295,8 +296,8 @@ def _hide_idle(roots: list[Branch]) -> int:
 
 
 def _drawn(roots: list[Branch]) -> Iterator[str]:
-    """Lines of text. A launch that alone went on from another one stands below it, not beside it."""
-    todo = [(branch, "", "") for branch in roots[::-1]]  # before the name, and before all that is below it
+    """Draw the tree as lines. The only launch that continued another one is below it, not beside it."""
+    todo = [(branch, "", "") for branch in roots[::-1]]  # prefix of the name, and of all lines below it
     while todo:
         branch, before, margin = todo.pop()
         yield f"{before}{_title(branch)}"
@@ -316,16 +317,16 @@ def _drawn(roots: list[Branch]) -> Iterator[str]:
 def _title(branch: Branch) -> str:
     launch, base = branch.launch, branch.base
     if launch.epoch == 0:
-        return "steps of no launch, which a person put there"
+        return "steps of no launch, put there by a person"
     if base is not None:
         origin = f"from step {base.step}" if base.step < EVERYTHING else "from all that was there"
     else:
-        origin = "began with nothing" if branch.is_root else "what it went on from is not known here"
+        origin = "began with nothing" if branch.is_root else "what it continued is not known here"
     state = str(branch.state)
     if branch.state is State.CONTINUED:
         state += " with all its steps" if branch.up_to is None else f" up to step {branch.up_to}"
     elif branch.state is State.ONE_OF_SEVERAL:
-        state += ": a load asks which"
+        state += ": choose one before a load"
     return f"{name_of(launch)}  {date_of(launch)}  {origin}  [{state}]"
 
 
@@ -353,8 +354,7 @@ def _as_json(branch: Branch) -> dict[str, Any]:
 
 
 def _say(seen: Seen, name: str, *, abandon: bool) -> None:
-    """Write the line of the choice, on this node and in persist_dir. A load by any nodes heeds it if this one is among
-    them."""
+    """Write the line of the choice, on this node and in persist_dir. A load heeds it if this node takes part."""
     with open_store(seen.memory_dir, seen.job) as store:
         _refuse_beside_live(store, seen)
         epochs = [one.epoch for one in seen.launches] + [line.head.epoch for line in seen.lines]
@@ -373,7 +373,7 @@ def _say(seen: Seen, name: str, *, abandon: bool) -> None:
                 f"{seen.persist_dir}: the choice of history {kept} could not be written there: {error}",
                 hint="it counts for loads in which this node takes part; repeat it when persist_dir can be written",
             ) from error
-    note(f"job {seen.job!r} goes on with history {kept} when it is started with this node; the others are abandoned")
+    note(f"job {seen.job!r} continues with history {kept} when it is started with this node; the others are abandoned")
 
 
 def _nonce() -> int:
@@ -381,8 +381,9 @@ def _nonce() -> int:
 
 
 def _refuse_beside_live(store: SlotStore, seen: Seen) -> None:
-    """LiveJobError if trainers of the job are alive on this node: the choice would take the job from them. AgentError
-    if the agent, which knows it, does not answer."""
+    """Raise LiveJobError if trainers of the job are alive on this node, because the choice would take the job from
+    them. Raise AgentError if the agent, which knows it, does not answer.
+    """
     from flashckpt.agent.start import look as look_at_agent
 
     agent = look_at_agent(seen.memory_dir, seen.job)

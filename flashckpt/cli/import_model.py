@@ -1,4 +1,4 @@
-"""`flashckpt import`: a model of another program as a checkpoint that a job can start from."""
+"""Implements `flashckpt import`: writes a model of another program as a checkpoint that a job can start from."""
 
 from __future__ import annotations
 

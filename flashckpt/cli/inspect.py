@@ -1,4 +1,4 @@
-"""`flashckpt inspect`: what a saved step holds, from the headers of its shards. No torch."""
+"""Implements `flashckpt inspect`: shows what a saved step holds, from the headers of its shards. No torch."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
     from flashckpt.store.slots import SlotStore
     from flashckpt.types import ShardHeader
 
-_RESERVED = "\x1f"  # begins the keys under which flashckpt keeps its own values beside the user's
+_RESERVED = "\x1f"  # prefix of the keys under which flashckpt keeps its own values beside the user's
 _EXTRA = "\x1fextra"
 _LONGEST_LIST = 3
 
 
 @click.command("inspect")
 @click.argument("step", type=click.IntRange(min=0), required=False)
-@click.option("--tensors", metavar="GLOB", default="*", help="Only keys that match, e.g. 'model.*.weight'.")
-@click.option("--values", is_flag=True, help="Also show what is not a tensor, shortened.")
+@click.option("--tensors", metavar="GLOB", default="*", help="Show only keys that match, e.g. 'model.*.weight'.")
+@click.option("--values", is_flag=True, help="Also show values that are not tensors, shortened.")
 @where
 def command(
     step: int | None, tensors: str, values: bool, job: str | None, memory_dir: str | None, as_json: bool
 ) -> None:
-    """Show what STEP holds (default: the newest complete one): keys, dtypes, shapes, who has which region."""
+    """Show what STEP holds (default: the newest complete step): keys, dtypes, shapes, and who has which region."""
     directory = memory_dir_of(memory_dir, job)
     name = selected_job(directory, job)
     with open_store(directory, name) as store:
@@ -102,7 +102,7 @@ def _read(
 
 
 def _verified_values(fd: int, header: ShardHeader) -> bytes:
-    """The packed values; their chunks are checked before a byte of them is looked at."""
+    """Read the packed values. Their chunks are checked before they are parsed."""
     start, length, chunk = header.values_offset_bytes, header.values_length_bytes, header.chunk_bytes
     if not length:
         return b""
@@ -156,7 +156,7 @@ def _values(rank: int, decoded: dict[str, Any]) -> list[dict[str, Any]]:
     for key, value in decoded.items():
         if key.startswith(_RESERVED) and key != _EXTRA:
             continue
-        # A blob is a pickle: it is never opened here.
+        # A blob is a pickle: this command never opens it.
         text = f"<torch.save blob of {len(value)} bytes>" if isinstance(value, Blob) else shorten(value)
         listed.append(
             {"key": "(extra)" if key == _EXTRA else key, "rank": rank, "type": type(value).__name__, "value": text}

@@ -1,4 +1,4 @@
-"""`flashckpt ls`."""
+"""Implements `flashckpt ls`."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def command(job: str | None, memory_dir: str | None, as_json: bool) -> None:
     """List the generations in this node's memory, newest first, and the steps in the job's persist_dir.
 
     complete: every rank's shard is sealed, a load can use it. pending: the trainers are still writing it. partial:
-    other nodes may have the other ranks' shards. lost: no node that answered has some rank's shard, until one that
-    has it is back. dead: it never becomes usable, and its memory is reused.
-    Levels: sealed survives a crash of the trainers, replicated the loss of nodes; what is in persist_dir the cluster's.
+    other nodes may have the other ranks' shards. lost: no node that answered has some rank's shard; a load can use it
+    only after a node that has it is back. dead: it never becomes usable, and its memory is reused.
+    Levels: sealed survives a crash of the trainers, replicated the loss of nodes, persisted the loss of the cluster.
     """
     directory = memory_dir_of(memory_dir, job)
     names = selected_jobs(directory, job)
@@ -41,7 +41,7 @@ def command(job: str | None, memory_dir: str | None, as_json: bool) -> None:
                 jobs.append(view(store, name))
                 directories[name] = persist_dir_of(store)
         except FlashError as error:
-            # Somebody else's directory must not hide the others.
+            # The directory of another user must not hide the others.
             if len(names) == 1:
                 raise
             note(f"job {name!r}: {error}")
@@ -95,7 +95,7 @@ def _print_disk(on_disk: dict[str, tuple[str, list[Persisted], str]], at: float)
                 "complete" if not one.problem else "unusable",
                 format_bytes(one.meta.size_bytes) if one.meta is not None else "",
                 age(at - one.meta.persisted_at) if one.meta is not None else "",
-                one.problem or ("written by somebody else" if one.meta is None else ""),
+                one.problem or ("written by another program" if one.meta is None else ""),
             ]
             for one in steps
         ]

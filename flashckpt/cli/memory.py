@@ -1,6 +1,6 @@
-"""Read-only view of a node's memory directory: its jobs, and the generations of each. No torch.
+"""Reads a node's memory directory: its jobs, and the generations of each. No torch.
 
-Nothing here creates, reclaims, renames or deletes: a look must never change what a trainer relies on.
+Nothing here creates, reclaims, renames or deletes: a command that shows must never change what a trainer relies on.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _ESCAPE = re.compile(rb"%([0-9A-F]{2})")
 
 @dataclass(frozen=True, slots=True)
 class ShardView:
-    """A sealed shard as the filesystem shows it."""
+    """Describes a sealed shard as the filesystem shows it."""
 
     sealed: Sealed
     size_bytes: int
@@ -54,18 +54,18 @@ class ShardView:
 
 @dataclass(frozen=True, slots=True)
 class GenerationView:
-    """One generation with its shards, by rank."""
+    """Describes one generation with its shards, by rank."""
 
     generation: Generation
     world: int
     shards: tuple[ShardView, ...]
     state: str  # complete, pending, partial, lost, dead
     reason: str
-    record: Record | None  # that every rank's shard was sealed, and on how many other nodes
+    record: Record | None  # the commit record, if this node knows one
 
     @property
     def level(self) -> Level:
-        """How much the generation as a whole survives, as far as this directory knows."""
+        """Return the level of the whole generation, as far as this directory knows."""
         if self.state == LOST:
             return Level.NONE
         if self.record is not None and self.record.replicas > 0:
@@ -78,14 +78,14 @@ class GenerationView:
 
     @property
     def sealed_at(self) -> float:
-        """When its last shard was."""
+        """Return when its last shard was sealed."""
         return max(shard.sealed_at for shard in self.shards)
 
     def age_seconds(self, now: float) -> float:
         return max(0.0, now - self.sealed_at)
 
     def as_json(self) -> dict[str, Any]:
-        """What every listing says of a generation."""
+        """Return what every listing shows of a generation."""
         return {
             "step": self.generation.step,
             "epoch": self.generation.epoch,
@@ -104,17 +104,17 @@ class GenerationView:
 
 @dataclass(frozen=True, slots=True)
 class JobView:
-    """One job of this node at one moment."""
+    """Describes one job of this node at one moment."""
 
     job: str
     generations: tuple[GenerationView, ...]  # newest first
     line: Line | None
-    session: Session | None  # of the launch that an agent served last
+    session: Session | None  # of the last launch that an agent served
     status: StoreStatus
 
 
 def memory_dir_of(memory_dir: str | None, job: str | None) -> str:
-    """The directory the trainers would use with these options and this environment."""
+    """Return the directory that the trainers would use with these options and this environment."""
     name = named_job(job)
     if name is not None:
         return resolve(CheckpointConfig(job=name, memory_dir=memory_dir)).memory_dir
@@ -128,7 +128,7 @@ def memory_dir_of(memory_dir: str | None, job: str | None) -> str:
 
 
 def named_job(job: str | None) -> str | None:
-    """What the option or the environment names; None where neither does."""
+    """Return what the option or the environment names; None if neither does."""
     if job is not None:
         return CheckpointConfig(job=job).job
     try:
@@ -138,7 +138,7 @@ def named_job(job: str | None) -> str | None:
 
 
 def find_jobs(memory_dir: str) -> list[str]:
-    """All jobs with a directory there. NotFoundError where there is not even the memory directory."""
+    """Return all jobs that have a directory there. NotFoundError if there is no memory directory."""
     try:
         fd = os.open(memory_dir, _DIRECTORY_FLAGS)
     except OSError as error:
@@ -162,13 +162,13 @@ def find_jobs(memory_dir: str) -> list[str]:
 
 @contextlib.contextmanager
 def open_store(memory_dir: str, job: str) -> Iterator[SlotStore]:
-    """The job's store, if it is there. NotFoundError otherwise; nothing is created."""
+    """Open the job's store if it exists, else raise NotFoundError. Creates nothing."""
     with SlotStore.open(memory_dir, job, create=False) as store:
         yield store
 
 
 def selected_jobs(memory_dir: str, job: str | None) -> list[str]:
-    """The named job, else all of them; at least one."""
+    """Return the named job, or all jobs if none is named; at least one."""
     name = named_job(job)
     jobs = [name] if name is not None else find_jobs(memory_dir)
     if not jobs:
@@ -180,7 +180,7 @@ def selected_jobs(memory_dir: str, job: str | None) -> list[str]:
 
 
 def selected_job(memory_dir: str, job: str | None) -> str:
-    """The named job, else the only one there is."""
+    """Return the named job, or the only one if none is named."""
     jobs = selected_jobs(memory_dir, job)
     if len(jobs) > 1:
         raise ConfigError(
@@ -191,7 +191,7 @@ def selected_job(memory_dir: str, job: str | None) -> str:
 
 
 def view(store: SlotStore, job: str) -> JobView:
-    """What lies there now. Files come and go meanwhile: those that went are simply not in it."""
+    """Read what is there now. Files that disappear meanwhile are left out."""
     line = store.read_line()
     session = _session(store)
     shards = [shard for sealed in store.scan() if (shard := _stat(store, sealed)) is not None]
@@ -219,7 +219,7 @@ def view(store: SlotStore, job: str) -> JobView:
 
 
 def pick(job: JobView, step: int | None) -> GenerationView:
-    """The generation of that step, else the newest: a complete one before others. NotFoundError if there is none."""
+    """Return the generation of that step, else the newest: complete ones first. NotFoundError if there is none."""
     of_step = [one for one in job.generations if step is None or one.generation.step == step]
     if not of_step:
         steps = sorted({one.generation.step for one in job.generations})
@@ -232,7 +232,7 @@ def pick(job: JobView, step: int | None) -> GenerationView:
 
 
 def level_name(found: GenerationView) -> str:
-    """For people; "" where the generation has not reached any."""
+    """Name the level for people; "" if the generation has not reached any."""
     return "" if found.level is Level.NONE else found.level.name.lower()
 
 
@@ -241,7 +241,7 @@ def now() -> float:
 
 
 def _of_several_nodes(verdict: GenerationVerdict, record: Record | None, nodes: int) -> tuple[str, str]:
-    """State and reason of a generation whose shards are not all here."""
+    """Return state and reason of a generation if some of its shards are not on this node."""
     if record is not None:
         return GenerationState.COMPLETE.value, f"committed: every rank sealed; copies on other nodes: {record.replicas}"
     if nodes > 1 and verdict.state is GenerationState.DEAD:
@@ -259,7 +259,7 @@ def _session(store: SlotStore) -> Session | None:
 
 
 def _live_launch(shards: list[ShardView]) -> Launch | None:
-    """The newest launch, if one of its writers still runs: only then an incomplete generation may be completed."""
+    """Return the newest launch if a writer of it still runs: only then may an incomplete generation be completed."""
     if not shards:
         return None
     newest = max((s.sealed.shard.generation for s in shards), key=lambda g: (g.epoch, g.nonce))
@@ -272,7 +272,7 @@ def _stat(store: SlotStore, sealed: Sealed) -> ShardView | None:
     try:
         fd = store.open_shard(sealed)
     except NotFoundError:
-        return None  # released while we looked
+        return None  # released while it was read
     except FlashError as error:
         note(f"{sealed.shard}: left out: {error.message}")
         return None
@@ -280,12 +280,12 @@ def _stat(store: SlotStore, sealed: Sealed) -> ShardView | None:
         found = os.fstat(fd)
     finally:
         os.close(fd)
-    # Renaming sets the time of change; writing through a mapping does not reliably set that of modification.
+    # Renaming sets ctime; writing through a mapping does not reliably set mtime.
     return ShardView(sealed, found.st_size, found.st_ctime)
 
 
 def _job_of(base_fd: int, name: str) -> str | None:
-    """The job a directory belongs to, from its name, or where that was cut short from a shard in it."""
+    """Return the job of a directory, from its name, or if that was cut short from a shard in it."""
     raw = _ESCAPE.sub(lambda match: bytes([int(match[1], 16)]), os.fsencode(name))
     for candidate in (raw.decode("utf-8", "replace"), _job_in_shards(base_fd, name)):
         with contextlib.suppress(ConfigError):

@@ -1,4 +1,4 @@
-"""Options that several commands share."""
+"""Defines options that several commands share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def where(function: F) -> F:
-    """--job, --memory-dir and --json."""
+    """Add --job, --memory-dir and --json."""
     for option in (
         click.option("--json", "as_json", is_flag=True, help="Print one JSON object; sizes are bytes."),
         click.option(

@@ -1,4 +1,4 @@
-"""What reaches the terminal: escaped text, sizes and ages for people, JSON for programs."""
+"""Formats what is printed: escaped text, sizes and ages for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 __all__ = ["age", "format_bytes", "make_console", "note", "print_json", "print_table", "printable"]
 
-# Wide enough that nothing is cut where no terminal says how wide it is.
+# Wide enough that nothing is cut if no terminal says how wide it is.
 _FILE_WIDTH = 240
 
 
 def printable(text: str, *, keep_lines: bool = False) -> str:
-    """Text from a file or another process with everything escaped that a terminal would act upon.
+    """Escape everything in a text from a file or another process that a terminal would act upon.
 
-    That is control characters (escape codes), marks that turn the writing direction, and halves of surrogate pairs.
+    These are control characters (escape codes), marks that change the writing direction, and halves of surrogate pairs.
     """
     return "".join(
         char if char.isprintable() or (keep_lines and char == "\n") else char.encode("unicode_escape").decode()
@@ -33,7 +33,7 @@ def printable(text: str, *, keep_lines: bool = False) -> str:
 
 
 def age(seconds: float) -> str:
-    """For people: one number and a unit."""
+    """Format an age for people: one number and a unit."""
     for limit, divisor, unit in ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
         if seconds < limit:
             return f"{max(0, seconds) / divisor:.0f} {unit}"
@@ -41,18 +41,18 @@ def age(seconds: float) -> str:
 
 
 def print_json(schema: str, content: dict[str, Any]) -> None:
-    """One object with its schema first; sizes are bytes, times are seconds."""
-    # ASCII only, so that escape codes in names stay harmless here too.
+    """Print one object with its schema first. Sizes are in bytes, times in seconds."""
+    # ASCII only, so that escape codes in names are harmless here too.
     click.echo(json.dumps({"schema": f"flashckpt.{schema}", **content}, indent=2, ensure_ascii=True))
 
 
 def note(text: str) -> None:
-    """For people, beside the data."""
+    """Print a line for people, to stderr."""
     click.echo(printable(text, keep_lines=True), err=True)
 
 
 def make_console(*, plain: bool = False) -> Console:
-    """A console for stdout. Rich itself leaves colours out where NO_COLOR is set or stdout is no terminal."""
+    """Return a console for stdout. Rich leaves colours out if NO_COLOR is set or stdout is no terminal."""
     from rich.console import Console
 
     width = None if sys.stdout.isatty() else _FILE_WIDTH
@@ -60,13 +60,13 @@ def make_console(*, plain: bool = False) -> Console:
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> None:
-    """Columns as wide as they need to be; `right` are the indices of those that hold numbers."""
+    """Print a table whose columns are as wide as needed. `right` are the indices of columns of numbers."""
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
     for index, name in enumerate(columns):
-        # Numbers stay in one piece; text is folded where the terminal is narrow, never cut.
+        # Numbers are never broken; text is folded if the terminal is narrow, never cut.
         number = index in right
         table.add_column(name, justify="right" if number else "left", no_wrap=number, overflow="fold")
     for row in rows:

@@ -1,4 +1,4 @@
-"""What lies in a job's persist_dir, as the commands show it. No torch."""
+"""Finds what is in a job's persist_dir, for the commands. No torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def persist_dir_of(store: SlotStore) -> str | None:
-    """Where the job's last launch flushed to; None where it did not, or nobody knows."""
+    """Return where the job's last launch flushed to; None if it did not, or if that is not known."""
     data = store.read_session()
     if data is None:
         return None
@@ -25,7 +25,7 @@ def persist_dir_of(store: SlotStore) -> str | None:
 
 
 def persisted_steps(persist_dir: str) -> tuple[list[Persisted], str]:
-    """Newest first, and why they could not be listed."""
+    """List the steps, newest first, and why they could not be listed."""
     from flashckpt.persist.catalog import list_steps
     from flashckpt.persist.storage import open_storage
 

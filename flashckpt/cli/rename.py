@@ -1,4 +1,4 @@
-"""`--key-map`: other names for a model's tensors, in a JSON file."""
+"""Implements `--key-map`: other names for a model's tensors, in a JSON file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`flashckpt status`: a node at a glance, from its agent where one answers, else from its directory alone. No torch."""
+"""Implements `flashckpt status`: shows a node, from its agent if one answers, else from its directory. No torch."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 @click.option("--timeout", type=float, default=2.0, show_default=True, help="Seconds to wait for an agent's answer.")
 @where
 def command(timeout: float, job: str | None, memory_dir: str | None, as_json: bool) -> None:
-    """Show this node: its agent, the other nodes, generations with levels and copies, what waits, and memory.
+    """Show this node: its agent, the other nodes, generations with levels and copies, the backlog, and memory.
 
-    Without an agent only what lies in the directory is shown: who holds replicas is then not known.
+    Without an agent, only what is in the directory is shown: which nodes hold replicas is then not known.
     """
     directory = memory_dir_of(memory_dir, job)
     names = selected_jobs(directory, job)
@@ -37,7 +37,7 @@ def command(timeout: float, job: str | None, memory_dir: str | None, as_json: bo
         try:
             overviews.append(_look(directory, name, timeout))
         except FlashError as error:
-            # Somebody else's directory must not hide the others.
+            # The directory of another user must not hide the others.
             if len(names) == 1:
                 raise
             note(f"job {name!r}: {error}")
@@ -60,7 +60,7 @@ def _look(directory: str, job: str, timeout: float) -> dict[str, Any]:
 
 
 def overview_of(job: JobView, seen: SeenAgent | None, at: float) -> dict[str, Any]:
-    """What is shown of one job. What lies here is read from the directory, all else is the agent's word."""
+    """Collect what is shown of one job. Shards are read from the directory; all else is from the agent."""
     said = None if seen is None else seen.status
     fields = as_fields(seen)
     if fields["agent"] is not None:
@@ -68,7 +68,7 @@ def overview_of(job: JobView, seen: SeenAgent | None, at: float) -> dict[str, An
     line = job.line
     generations = [_generation(one, said, at) for one in job.generations]
     known = {_key(one) for one in generations}
-    # Generations of which nothing is here any more, or never was: only the agent has their record.
+    # Generations of which no shard is here: only the agent has their record.
     elsewhere = [] if said is None else [one for one in said["generations"] if _key(one) not in known]
     return {
         "job": job.job,
@@ -128,7 +128,7 @@ def _launch(session: Session | None) -> dict[str, Any] | None:
 
 
 def _members(session: Session | None) -> list[dict[str, Any]] | None:
-    """As the session names them, this node among them; whether they live only an agent knows."""
+    """List the nodes as the session names them, this node included. Only an agent knows whether they are alive."""
     if session is None:
         return None
     if len(session.members) == 1:
@@ -184,10 +184,10 @@ def _launch_line(shown: dict[str, Any]) -> str:
         parts.append(f"launch epoch {launch['epoch']} ({launch['nonce']}), {shown['world']} ranks")
         parts.append(f"coordinator {shown['coordinator']}")
     if shown["fenced"]:
-        parts.append("fenced: a newer launch owns the job")
+        parts.append("overtaken: a newer launch owns the job")
     line = shown["line"]
     if line is not None and line["from_step"] is not None:
-        parts.append(f"went on from step {line['from_step']} of launch {line['from_launch']}")
+        parts.append(f"continued from step {line['from_step']} of launch {line['from_launch']}")
     if shown["replicas"] is not None and shown["launch"] is not None:
         asked, effective = shown["replicas"]["asked"], shown["replicas"]["effective"]
         parts.append(f"replicas: {effective} of {asked}" + (f" ({shown['placement']})" if effective < asked else ""))
@@ -237,7 +237,7 @@ def persist_line(persist: dict[str, Any] | None) -> str:
 
 
 def kept_lines(kept: dict[str, Any] | None) -> list[str]:
-    """What must not be lost: how it stands, which losses it would survive, what is being done about it."""
+    """Describe the kept generation: its state, which losses it would survive, and what is being done about it."""
     if kept is None:
         return []
     what = f"kept: step {kept['step']}" + ("" if kept["this_launch"] else ", as it was loaded")
@@ -292,7 +292,7 @@ def _generation_row(one: dict[str, Any]) -> list[str]:
 
 
 def _copies(shards: list[dict[str, Any]]) -> str:
-    """Which other nodes have this node's shards; "" where nobody can say."""
+    """Say which other nodes have this node's shards; "" if nobody knows."""
     parts = [f"{one['rank']} on {', '.join(one['holders'])}" for one in shards if one["own"] and one["holders"]]
     kept = sum(one["own"] is False for one in shards)
     if kept:

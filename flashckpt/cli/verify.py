@@ -1,4 +1,4 @@
-"""`flashckpt verify`: every rule of the format and every chunk's CRC32C, shard by shard. No torch."""
+"""Implements `flashckpt verify`: checks every rule of the format and every chunk's CRC32C, shard by shard. No torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MAX_THREADS = 8
 
 @dataclass(frozen=True, slots=True)
 class ShardVerdict:
-    """On one shard, or (rank None) on a generation as a whole."""
+    """Holds the result of one shard, or (rank None) of a generation."""
 
     job: str
     step: int
@@ -89,7 +89,7 @@ def _verify_generation(store: SlotStore, job: str, found: GenerationView, thread
     for shard in found.shards:
         header, problem = _verify_shard(store, job, shard, threads)
         if problem is not None and _has_gone(shard):
-            # The trainers freed it meanwhile, and its slot was written to under our eyes.
+            # The trainers freed it meanwhile, and its slot was written to during the check.
             note(f"{shard.sealed.shard}: released while it was read; left out")
             continue
         code, reason = problem or ("", "")
@@ -112,7 +112,7 @@ def _verify_generation(store: SlotStore, job: str, found: GenerationView, thread
 def _verify_shard(
     store: SlotStore, job: str, shard: ShardView, threads: int
 ) -> tuple[ShardHeader | None, tuple[str, str] | None]:
-    """The header, and (code, reason) if the shard must not be used."""
+    """Return the header, and (code, reason) if the shard must not be used."""
     header = None
     try:
         fd = store.open_shard(shard.sealed)

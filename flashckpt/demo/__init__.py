@@ -1,1 +1,1 @@
-"""`flashckpt demo`: a training job loses a node with its memory and goes on from the others, bit for bit the same."""
+"""Implements `flashckpt demo`: a training job loses a node with its memory and resumes, bit for bit the same."""

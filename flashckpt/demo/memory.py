@@ -1,4 +1,4 @@
-"""What lies in the nodes' memory, seen from outside: names and records only. A look changes nothing."""
+"""Shows what is in the nodes' memory, seen from outside: names and records only. Changes nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class NodeContents:
-    """Of one node, at one moment."""
+    """Describes one node at one moment."""
 
     shards: Mapping[ShardId, int] = field(default_factory=dict)  # with their sizes in bytes
     records: tuple[Record, ...] = ()
@@ -25,12 +25,12 @@ class NodeContents:
         return sum(self.shards.values())
 
     def sealed_step(self, rank: int) -> int:
-        """The newest step of which that rank's shard lies here; 0 where none does."""
+        """Return the newest step of which that rank's shard is here; 0 if there is none."""
         return max((shard.generation.step for shard in self.shards if shard.rank == rank), default=0)
 
 
 def look(memory_dir: str, job: str) -> NodeContents:
-    """Nothing where there is no directory, or where it goes while it is looked at."""
+    """Read a node's memory. Returns nothing if there is no directory, or if it is removed meanwhile."""
     try:
         with SlotStore.open(memory_dir, job, create=False) as store:
             shards = {}
@@ -45,13 +45,13 @@ def look(memory_dir: str, job: str) -> NodeContents:
 
 
 def newest_record(nodes: Mapping[str, NodeContents]) -> Record | None:
-    """Of what any node knows to be committed."""
+    """Return the newest generation that any node knows to be committed."""
     records = [record for held in nodes.values() for record in held.records if record.replicas]
     return max(records, key=lambda record: age_order(record.generation), default=None)
 
 
 def holders(nodes: Mapping[str, NodeContents], generation: Generation, rank: int) -> list[str]:
-    """The nodes that hold this rank's shard of a generation."""
+    """Return the nodes that hold this rank's shard of a generation."""
     return [
         name
         for name, held in nodes.items()
@@ -60,7 +60,7 @@ def holders(nodes: Mapping[str, NodeContents], generation: Generation, rank: int
 
 
 def size_of(nodes: Mapping[str, NodeContents], generation: Generation, rank: int) -> int:
-    """Of one shard, in bytes; 0 where nobody has it."""
+    """Return the size of one shard in bytes; 0 if no node has it."""
     for held in nodes.values():
         for shard, size_bytes in held.shards.items():
             if shard.generation == generation and shard.rank == rank:

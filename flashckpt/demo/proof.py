@@ -1,4 +1,4 @@
-"""What the demo claims, checked: the interrupted run is bit for bit the one that was not. Pure."""
+"""Proves what the demo claims: the interrupted run equals the uninterrupted one bit for bit. Pure."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What was seen from outside."""
+    """Holds what was seen from outside."""
 
-    lost_rank: int  # that ran on the node that was lost
-    promised_step: int  # the newest one that was committed when the node was lost
-    last_record_step: int  # the newest one that was committed in the end; 0 where there was none
+    lost_rank: int  # the rank that ran on the lost node
+    promised_step: int  # the newest step that was committed when the node was lost
+    last_record_step: int  # the newest step that was committed in the end; 0 if there was none
 
 
 def find_problems(steps: int, every: int, whole: Run, broken: Run, resumed: Run, facts: Facts) -> list[str]:
-    """What does not hold, in words; empty = proved."""
+    """Return what does not hold, in words; empty = proved."""
     problems = [*_incomplete(steps, whole)]
     for name, run in (("before the loss", broken), ("after the resume", resumed)):
         problems += _different(name, run, whole)

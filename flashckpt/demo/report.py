@@ -1,4 +1,4 @@
-"""The end of the story: losses side by side around the break, what it cost, and the verdict."""
+"""Prints the end of the demo: losses side by side around the break, the cost, and the verdict."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from flashckpt.demo.scenario import DemoOutcome
 
-_AROUND = 2  # steps that are shown before and behind the repeated ones
+_AROUND = 2  # steps that are shown before and after the repeated ones
 
 
 def print_report(outcome: DemoOutcome, console: Console) -> None:
@@ -82,7 +82,7 @@ def _costs(outcome: DemoOutcome) -> Table:
         table.add_row(f"{again.at - cost.lost_at:.2f} s", "in all, from the loss to a step further than before")
     table.add_row(format_bytes(cost.lost_bytes), "of memory lost with the node")
     if cost.healed_bytes:
-        table.add_row(format_bytes(cost.healed_bytes), "of copies brought back to its successor behind the training")
+        table.add_row(format_bytes(cost.healed_bytes), "of replicas copied to its successor while training continued")
     return table
 
 

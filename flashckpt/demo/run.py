@@ -1,4 +1,4 @@
-"""One launch of the training script, followed by what its ranks write: a file each, so no lines mix."""
+"""Follows one launch of the training script by what its ranks write. Each rank has its own file, so lines never mix."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _LAST_LINES = 20
 
 
 class JobFailedError(FlashError):
-    """The training script of the demo ended by itself with an error."""
+    """Raised when the training script of the demo ended by itself with an error."""
 
     code = "FC-DEMO-001"
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """One line of one rank, and when it was read."""
+    """Holds one line of one rank, and when it was read."""
 
     kind: Literal["step", "resumed", "weights"]
     rank: int
@@ -44,7 +44,7 @@ class Said:
 
 
 def parse(line: str, at: float) -> Said | None:
-    """None where it is nothing that the script says: a warning, for example."""
+    """Parse a line. None if it is not from the script: a warning, for example."""
     match = _LINE.fullmatch(line)
     if match is None:
         return None
@@ -59,7 +59,7 @@ def parse(line: str, at: float) -> Said | None:
 
 @dataclass(slots=True)
 class Run:
-    """What one launch told so far."""
+    """Holds what one launch has reported so far."""
 
     world: int
     started_at: float = 0.0
@@ -69,11 +69,11 @@ class Run:
         return [one for one in self.said if one.kind == kind and rank in (None, one.rank)]
 
     def losses(self, rank: int) -> dict[int, str]:
-        """By step, as that rank wrote them. It is the mean over all ranks, so all have to agree."""
+        """Return the losses by step, as that rank wrote them. A loss is the mean over all ranks, so they must agree."""
         return {one.step: one.loss for one in self.of("step", rank)}
 
     def reached(self, rank: int) -> int:
-        """The last step that this rank ended; 0 where it ended none."""
+        """Return the last step that this rank ended; 0 if it ended none."""
         return max((one.step for one in self.of("step", rank)), default=0)
 
     @property
@@ -87,12 +87,12 @@ class Run:
         return {one.rank: one.digest for one in self.of("weights")}
 
     def first_after(self, step: int) -> Said | None:
-        """The first word of a step behind this one, of any rank."""
+        """Return the first line of any rank about a step after this one."""
         return next((one for one in self.of("step") if one.step > step), None)
 
 
 class Follower:
-    """Reads what the ranks of a launch write, as it comes."""
+    """Reads what the ranks of a launch write, as they write it."""
 
     def __init__(self, launch: Launch) -> None:
         self.launch = launch
@@ -100,12 +100,12 @@ class Follower:
         self._read = [0] * len(launch.processes)
 
     def poll(self) -> list[Said]:
-        """What is new, in the order of the ranks."""
+        """Return what is new, in the order of the ranks."""
         fresh: list[Said] = []
         for number, process in enumerate(self.launch.processes):
             with process.log_path.open("rb") as log:
                 log.seek(self._read[number])
-                whole = log.read().rpartition(b"\n")[0]  # a line that is being written is for the next time
+                whole = log.read().rpartition(b"\n")[0]  # a line that is still being written is read the next time
             if whole:
                 self._read[number] += len(whole) + 1
                 fresh += _parse_all(whole.decode(errors="replace").splitlines())
@@ -113,7 +113,7 @@ class Follower:
         return fresh
 
     def ended(self) -> list[int]:
-        """Ranks whose process has ended, however."""
+        """Return the ranks whose process has ended, for whatever reason."""
         return [rank for rank, process in enumerate(self.launch.processes) if process.returncode is not None]
 
     def raise_if_failed(self) -> None:
@@ -132,7 +132,7 @@ def _parse_all(lines: Iterable[str]) -> list[Said]:
 
 
 def _last_words(processes: Sequence[Process]) -> str:
-    """What these wrote besides the progress of the training."""
+    """Return the last lines of these processes that are not progress of the training."""
     found: list[str] = []
     for process in processes:
         lines = [line for line in process.output.splitlines() if parse(line, 0.0) is None]

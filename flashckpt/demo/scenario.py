@@ -1,5 +1,6 @@
-"""The demo's play: train undisturbed; train again and lose a node with its memory; go on with a blank one in its
-place; compare every bit."""
+"""Plays the demo: train without interruption; train again and lose a node with its memory; resume with a blank one in
+its place; compare every bit.
+"""
 
 from __future__ import annotations
 
@@ -30,15 +31,15 @@ if TYPE_CHECKING:
 _SCRIPT = Path(__file__).with_name("train.py")
 _JOB = "demo"
 _LOOK_SECONDS = 0.1
-# Without a word from any rank, or any change in memory. Generous: a machine under load is no failure.
+# Timeout without a line from any rank or a change in memory. Generous: a slow machine is no failure.
 _SILENCE_SECONDS = 120.0
-# For the first rank to notice that another is gone.
+# Timeout for the first rank to notice that another is lost.
 _END_SECONDS = 15.0
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to play."""
+    """Says what to play."""
 
     nodes: int = 4
     steps: int = 30
@@ -63,7 +64,7 @@ class Plan:
 
     @property
     def loss_step(self) -> int:
-        """Half way, but between two checkpoints."""
+        """Return a step half way, but between two checkpoints."""
         if self.lose_at is not None:
             return self.lose_at
         return self.steps // 2 // self.every * self.every + max(1, self.every // 2)
@@ -71,9 +72,9 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What the loss of the node came to."""
+    """Holds what the loss of the node cost."""
 
-    lost_bytes: int  # of memory, with the node
+    lost_bytes: int  # lost with the node
     killed_processes: int
     lost_at: float  # time.monotonic()
     restarted_at: float
@@ -82,10 +83,10 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class DemoOutcome:
-    """The three launches, what the loss cost, and what is wrong with them."""
+    """Holds the three launches, what the loss cost, and what is wrong with them."""
 
     plan: Plan
-    whole: Run  # never interrupted
+    whole: Run  # the uninterrupted one
     broken: Run
     resumed: Run
     facts: Facts
@@ -94,7 +95,7 @@ class DemoOutcome:
 
 
 def play(plan: Plan, screen: Screen) -> DemoOutcome:
-    """Runs the three launches. Whatever happens, no process and no file of it is left."""
+    """Run the three launches. On return or error, no process and no file of the demo is left."""
     cluster = Cluster(plan.nodes, job=_JOB, memory_root=plan.memory_root)
     with _interruptible(), cluster, screen:
         return _Play(plan, cluster, screen).play()
@@ -104,9 +105,9 @@ class _Play:
     def __init__(self, plan: Plan, cluster: Cluster, screen: Screen) -> None:
         self._plan, self._cluster, self._screen = plan, cluster, screen
         self._held: dict[str, NodeContents] = {}
-        self._announced = 0  # the newest step that was told to be replicated
-        self._past: Launch | None = None  # the one that lost its node
-        self._arrived: dict[ShardId, int] = {}  # of its shards, at the blank node, with their bytes
+        self._announced = 0  # the newest step that was reported as replicated
+        self._past: Launch | None = None  # the launch that lost its node
+        self._arrived: dict[ShardId, int] = {}  # that launch's shards on the blank node, with their bytes
         self._blank_name = f"node{plan.nodes}"
 
     def play(self) -> DemoOutcome:
@@ -128,7 +129,7 @@ class _Play:
     def _reference(self) -> Run:
         plan = self._plan
         self._screen.tell(f"1/3  {plan.nodes} ranks train {plan.steps} steps, uninterrupted and without flashckpt")
-        # Switched off, not only undisturbed: what saving itself did to the training would show as well.
+        # Switched off, so that the comparison also shows any effect of saving itself on the training.
         follower = self._start({"FLASHCKPT_DISABLE": "1"})
         self._follow(follower, "1/3  uninterrupted")
         self._screen.tell(f"     final loss {follower.run.losses(0).get(plan.steps, 'unknown')}")
@@ -142,11 +143,11 @@ class _Play:
 
         def is_time() -> bool:
             record = newest_record(self._held)
-            # Step 1 is saved as well, to try it out; the story is about one that is due.
+            # Step 1 is saved too, as a trial; the demo waits for one that is due.
             return follower.run.furthest >= plan.loss_step and record is not None and record.generation.step > 1
 
         self._follow(follower, "2/3  about to lose a node", is_time)
-        # Looked at before the blow: what was promised by then has to be kept.
+        # Read before the node is killed: what was promised by then has to be kept.
         self._look()
         record = newest_record(self._held)
         if record is None or follower.ended():
@@ -172,7 +173,7 @@ class _Play:
         return follower, Facts(plan.lose, generation.step, 0), lost_bytes, killed
 
     def _wait_for_the_end(self, follower: Follower) -> None:
-        """A rank misses its peer in the next collective and ends; the launcher then ends the rest, as torchrun does."""
+        """Wait until a rank misses its peer in the next collective and ends; then end the rest, as torchrun does."""
         deadline = time.monotonic() + _END_SECONDS
         while not (ended := [rank for rank in follower.ended() if rank != self._plan.lose]):
             if time.monotonic() > deadline:
@@ -211,10 +212,10 @@ class _Play:
         return Follower(self._cluster.start([sys.executable, str(_SCRIPT), *arguments], environment=environment))
 
     def _follow(self, follower: Follower, title: str, until: Callable[[], bool] | None = None) -> None:
-        """Until `until` is true, or without it until every rank has ended well."""
+        """Watch until `until` is true, or without it until every rank has ended well."""
         silent_since = time.monotonic()
         while True:
-            ended = len(follower.ended()) == self._plan.nodes  # before reading: what was written before counts
+            ended = len(follower.ended()) == self._plan.nodes  # checked first, so that what was written before counts
             news = follower.poll()
             follower.raise_if_failed()
             before = {name: held.shards.keys() for name, held in self._held.items()}
@@ -237,14 +238,14 @@ class _Play:
         record = newest_record(self._held)
         if record is not None and record.generation.step > self._announced:
             sizes = [size_of(self._held, record.generation, rank) for rank in range(self._plan.nodes)]
-            if all(sizes):  # else it was committed between two looks: the next one sees it
+            if all(sizes):  # else it was committed between two reads: the next one sees it
                 self._announced = record.generation.step
                 moved = format_bytes(sum(sizes) * record.replicas)
                 self._screen.tell(f"     step {self._announced} is replicated: {moved} copied to buddies")
         self._note_arrivals()
 
     def _note_arrivals(self) -> None:
-        """What the blank node holds of the time before it was there can only have come from others."""
+        """Return what the blank node holds of the time before it was started. It can only have come from others."""
         blank = self._cluster[self._plan.lose]
         if self._past is None or blank.name != self._blank_name:
             return
@@ -253,7 +254,9 @@ class _Play:
                 self._arrived[shard] = size_bytes
 
     def _wait_for_record(self, step: int) -> int:
-        """The newest step that is committed, once it is `step` or time is over: agents go on without trainers."""
+        """Return the newest step that is committed, once it is `step` or the time is over: agents continue without
+        trainers.
+        """
         deadline = time.monotonic() + _SILENCE_SECONDS / 4
         while True:
             self._look()
@@ -286,7 +289,7 @@ class _Play:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP end the demo through its clean-up, and a second one does not cut that short."""
+    """Let SIGINT, SIGTERM and SIGHUP end the demo through its clean-up. A second signal does not interrupt that."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def interrupt(number: int, frame: Any) -> NoReturn:

@@ -1,4 +1,4 @@
-"""The story on the terminal as it happens: a live table of nodes below a line for each event; elsewhere only lines."""
+"""Shows the demo on a terminal: a live table of nodes below a line for each event. Elsewhere it prints only lines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _STATE_STYLES = {"training": "green", "starting": "yellow", "LOST": "bold red", 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One node at one moment."""
+    """Describes one node at one moment."""
 
     node: str
     rank: int
@@ -35,7 +35,7 @@ class Row:
 
 
 class Screen:
-    """A context manager. `tell` says what happened, `show` what is."""
+    """Prints the demo. A context manager: `tell` prints an event, `show` updates the table."""
 
     def __init__(self, console: Console, *, live: bool) -> None:
         self._console = console

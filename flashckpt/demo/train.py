@@ -1,15 +1,15 @@
-"""An FSDP2 transformer that goes on where it was when its processes die, and when whole nodes are lost.
+"""Trains an FSDP2 transformer that resumes when its processes die, and when whole nodes are lost.
 
     FLASHCKPT_JOB=run1 torchrun --standalone --nproc-per-node 2 train_fsdp.py
 
-Several nodes, the same lines on each of them (node1 is one that the others reach):
+On several nodes, run the same lines on each of them (node1 is one that the others reach):
 
-    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # else a torchrun that runs on can't take in a new node
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # else a running torchrun cannot admit a new node
     FLASHCKPT_JOB=run1 torchrun --nnodes 4 --nproc-per-node 8 --max-restarts 3 \
         --rdzv-backend c10d --rdzv-id run1 --rdzv-endpoint node1:29400 train_fsdp.py
 
 When it dies, start it again by the same lines: each node reads its own memory. When a node is lost, start the same
-lines on another one in its place: it fetches what it lacks from the others. Lines marked `<-` are all there is to it.
+lines on another one in its place: it fetches what it lacks from the others. flashckpt needs only the lines marked `<-`.
 """
 
 import argparse
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 class Sequences:
-    """This rank's endless stream of arithmetic sequences to predict; knows how far it is."""
+    """Yields this rank's endless stream of arithmetic sequences to predict, and knows its position."""
 
     def __init__(self, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)
@@ -93,7 +93,7 @@ class Transformer(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The loss of predicting each token from those before it."""
+        """Compute the loss of predicting each token from those before it."""
         x = self.tokens(tokens[:, :-1]) + self.positions(torch.arange(LENGTH))
         mask = nn.Transformer.generate_square_subsequent_mask(LENGTH)
         for block in self.blocks:
@@ -102,7 +102,7 @@ class Transformer(nn.Module):
 
 
 def digest(model: nn.Module) -> str:
-    """Of every bit of this rank's weights."""
+    """Return a digest of every bit of this rank's weights."""
     weights = (weight.to_local().contiguous() for weight in model.state_dict().values())
     return hashlib.sha256(b"".join(bytes(one.view(torch.uint8).numpy()) for one in weights)).hexdigest()[:16]
 

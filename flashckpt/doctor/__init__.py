@@ -1,1 +1,1 @@
-"""Is this node fit for saving? Each module looks (I/O, into facts) and judges (pure, facts into findings)."""
+"""Checks whether this node is fit for saving. Each module collects facts (I/O) and judges them (pure)."""

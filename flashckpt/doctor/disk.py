@@ -1,4 +1,4 @@
-"""persist_dir: whether it is there for good, may be written to, and has room."""
+"""Checks persist_dir: whether it is durable, writable, and has room."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ class DiskFacts:
     fs_type: str = ""  # "": not known
     mount_point: str = ""
     free_bytes: int | None = None
-    write_seconds: float = 0.0  # of a small file, with fsync and rename
+    write_seconds: float = 0.0  # time to write a small file, with fsync and rename
     same_as_memory: bool = False
 
 
 def look_at_disk(persist_dir: str, memory_dir: str, timeout: float = _TIMEOUT) -> DiskFacts:
-    """Writes a small file and removes it, in a thread: a dead server must not hang the doctor."""
+    """Write a small file and remove it, in a thread: a dead server must not hang the doctor."""
     answers: queue.SimpleQueue[DiskFacts] = queue.SimpleQueue()
 
     def run() -> None:
         try:
             answers.put(_look(persist_dir, memory_dir))
-        except Exception as error:  # whatever a filesystem's package raises
+        except Exception as error:  # any exception of a filesystem's package
             reason = error.message if isinstance(error, FlashError) else str(error) or type(error).__name__
             answers.put(DiskFacts(persist_dir, problem=reason))
 
@@ -52,7 +52,7 @@ def look_at_disk(persist_dir: str, memory_dir: str, timeout: float = _TIMEOUT) -
     try:
         return answers.get(timeout=timeout)
     except queue.Empty:
-        return DiskFacts(persist_dir, problem=f"hangs: nothing was written within {timeout:g} s")
+        return DiskFacts(persist_dir, problem=f"hangs: could not be written within {timeout:g} s")
 
 
 def _look(persist_dir: str, memory_dir: str) -> DiskFacts:
@@ -89,7 +89,7 @@ def _look(persist_dir: str, memory_dir: str) -> DiskFacts:
 
 
 def _look_above(persist_dir: str) -> DiskFacts:
-    """It is not there yet, and made by the first flush."""
+    """Return the facts of a directory that does not exist yet; the first flush makes it."""
     parent = os.path.dirname(persist_dir)
     while not os.path.lexists(parent):
         parent = os.path.dirname(parent)
@@ -100,7 +100,9 @@ def _look_above(persist_dir: str) -> DiskFacts:
 
 
 def judge_disk(facts: DiskFacts | None, size_bytes: int | None, steps: int) -> Iterator[Finding]:
-    """`size_bytes`: of one checkpoint, all nodes together; `steps`: how many are to lie there at once."""
+    """Judge the facts. `size_bytes` is that of one checkpoint, all nodes together; `steps` is how many are kept at
+    once.
+    """
     if facts is None:
         advice = "set persist_dir: without it nothing survives the loss of all nodes that hold a copy"
         yield warn("persist.directory", "no persist_dir: checkpoints are in memory only", advice)
@@ -111,7 +113,11 @@ def judge_disk(facts: DiskFacts | None, size_bytes: int | None, steps: int) -> I
         return
     where = facts.persist_dir + (f" on {facts.fs_type} at {facts.mount_point}" if facts.fs_type else "")
     if facts.same_as_memory or facts.fs_type in _VOLATILE:
-        why = "the memory directory's own filesystem" if facts.same_as_memory else "gone with the machine or container"
+        why = (
+            "the memory directory's own filesystem"
+            if facts.same_as_memory
+            else "it is lost with the machine or container"
+        )
         yield fail("persist.directory", f"{where}: {why}", "name a directory on a disk that all nodes share")
     elif not facts.exists:
         yield ok("persist.directory", f"{where}: not there yet; this user may make it")
@@ -119,7 +125,7 @@ def judge_disk(facts: DiskFacts | None, size_bytes: int | None, steps: int) -> I
         yield ok("persist.directory", f"{where}: may be written to")
     if facts.write_seconds > _SLOW_SECONDS:
         found = f"a file of 64 bytes took {facts.write_seconds:.1f} s to be durable"
-        yield warn("persist.speed", found, "flushes go on in the background; raise persist_timeout if they do not end")
+        yield warn("persist.speed", found, "flushes run in the background; raise persist_timeout if they do not end")
     yield from _room(facts.free_bytes, size_bytes, steps)
 
 
@@ -129,7 +135,7 @@ def _room(free: int | None, size_bytes: int | None, steps: int) -> Iterator[Find
     if size_bytes is None:
         yield ok("persist.room", f"{format_bytes(free)} free")
         return
-    # One more than are kept: retention removes the oldest only when the newest is there.
+    # One more than are kept: retention removes the oldest only after the newest is written.
     need = size_bytes * (steps + 1)
     found = f"{format_bytes(free)} free; {steps} + 1 checkpoints need {format_bytes(need)}"
     if free < size_bytes:

@@ -1,4 +1,4 @@
-"""What a check of this node has to say."""
+"""Defines a finding: the result of one check of this node."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 class Grade(enum.StrEnum):
     OK = "ok"
-    WARN = "warn"  # works, but not as well or as safely as it could
+    WARN = "warn"  # works, but less well or less safely than it could
     FAIL = "fail"  # saving, replicating or loading will not work
 
 
@@ -21,7 +21,7 @@ class Finding:
     check: str  # a stable name, e.g. memory.room
     state: Grade
     found: str
-    advice: str = ""  # what to do; "" where there is nothing to be done
+    advice: str = ""  # what to do; "" if there is nothing to do
 
 
 def ok(check: str, found: str) -> Finding:

@@ -1,4 +1,4 @@
-"""The machine and the programs: descriptors, clock, native core, torch and its traps."""
+"""Checks the machine and the programs: descriptors, clock, native core, torch and its known problems."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _descriptors(facts: HostFacts) -> Finding:
     if not unlimited and facts.fd_hard < 1024:
         return fail("host.descriptors", found, "raise the limit: ulimit -n 65536, LimitNOFILE=, --ulimit nofile=")
     if facts.fd_soft != resource.RLIM_INFINITY and facts.fd_soft < min(_FEWEST_FDS, max(1024, facts.fd_hard)):
-        advice = f"raise it to {_FEWEST_FDS} where many ranks or data loader workers share the process: ulimit -n"
+        advice = f"raise it to {_FEWEST_FDS} if many ranks or data loader workers share the process: ulimit -n"
         return warn("host.descriptors", found, advice)
     return ok("host.descriptors", found)
 
@@ -83,10 +83,10 @@ def _descriptors(facts: HostFacts) -> Finding:
 def _clock(facts: HostFacts) -> Finding:
     shown = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(facts.wall_seconds))
     if facts.wall_seconds < _EARLIEST:
-        advice = "set it: launches are ordered by it where memory and disk are blank, and certificates need it"
+        advice = "set it: it orders launches if memory and disk are blank, and certificates need it"
         return fail("host.clock", f"{shown}: this clock was never set", advice)
     if facts.synchronised is False:
-        advice = "run chrony or ntpd: launches of nodes that know nothing of each other are ordered by their clocks"
+        advice = "run chrony or ntpd: clocks order launches of nodes that know nothing of each other"
         return warn("host.clock", f"{shown}, not synchronised", advice)
     return ok("host.clock", shown if facts.synchronised is None else f"{shown}, synchronised")
 

@@ -1,4 +1,4 @@
-"""The memory directory: what kind it is, who may write there, and how much fits."""
+"""Checks the memory directory: its kind, who may write there, and how much fits."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 @dataclass(frozen=True, slots=True)
 class MemoryFacts:
-    """`problem`: why the directory can't be looked at; then nothing else is known."""
+    """Holds facts about the directory. `problem` says why it cannot be examined; then nothing else is known."""
 
     path: str
     problem: str = ""
-    exists: bool = True  # else it is its nearest parent that was looked at
+    exists: bool = True  # False: the facts are of its nearest existing parent
     uid: int = 0
     mode: int = 0o700
-    may_create: bool = True  # in the parent, where it does not exist
+    may_create: bool = True  # in the parent, if the directory does not exist
     fs_type: str = "tmpfs"
     mount_point: str = ""
     options: tuple[str, ...] = ()
     huge_page_bytes: int = 0
     room: Room | None = None
-    held_bytes: int = 0  # by the job's slots already
+    held_bytes: int = 0  # of the job's slots
     swap_total_bytes: int = 0
     euid: int = 0
     removes_ipc: bool = False  # systemd-logind clears /dev/shm when this user's last session ends
@@ -43,7 +43,7 @@ class MemoryFacts:
 
 @dataclass(frozen=True, slots=True)
 class MemoryWish:
-    """What is to fit: the state of all ranks of this node together, and how often it is kept."""
+    """Says what has to fit: the state of all ranks of this node together, and how many copies of it are kept."""
 
     size_bytes: int | None = None
     replicas: int = 1
@@ -52,7 +52,9 @@ class MemoryWish:
 
     @property
     def copies(self) -> int:
-        """How often the state lies here at most: slots of the node's own ranks, and as many replicas of others'."""
+        """Return how many copies of the state are here at most: slots of the node's own ranks, and as many replicas of
+        others.
+        """
         own = self.keep_memory + 1 + self.persists  # what is being flushed stays while newer ones are written
         return own * (1 + self.replicas)
 
@@ -60,7 +62,7 @@ class MemoryWish:
 def look_at_memory(
     path: str, *, held_bytes: int = 0, proc: Path = Path("/proc"), logind: Path = Path("/etc/systemd")
 ) -> MemoryFacts:
-    """Creates nothing. `held_bytes`: what the job's slots have already."""
+    """Collect the facts. Creates nothing. `held_bytes` is the size of the job's existing slots."""
     place = Path(path)
     try:
         exists = os.path.lexists(place)
@@ -162,7 +164,7 @@ def _room(room: Room, held: int, wish: MemoryWish) -> Finding:
     reason = check_room(need, room, new_files=wish.copies)
     how = f"keep_memory {wish.keep_memory}, replicas {wish.replicas}"
     budget = f"{wish.copies} times {format_bytes(wish.size_bytes)} ({how})"
-    budget += f", {format_bytes(held)} of it is there" if held else ""
+    budget += f", {format_bytes(held)} of it are allocated" if held else ""
     if reason is None:
         return ok("memory.room", f"{budget}: {describe(need, room)}")
     advice = f"mount -o remount,size=… {room.mount_point}, a larger container, fewer replicas, or a smaller keep_memory"
@@ -190,7 +192,7 @@ def _cleaner(facts: MemoryFacts) -> Finding:
             "systemd-logind removes this user's files in /dev/shm when the last session ends (RemoveIPC)",
             "set RemoveIPC=no in logind.conf, run trainers as a service, or use a mount of your own",
         )
-    return ok("memory.cleaner", "nobody is known to remove it")
+    return ok("memory.cleaner", "nothing is known that would remove it")
 
 
 def _swap_total(proc: Path) -> int:
@@ -202,7 +204,7 @@ def _swap_total(proc: Path) -> int:
 
 
 def _removes_ipc(logind: Path) -> bool:
-    """logind's default is yes; without logind nobody does."""
+    """Return True unless logind is configured otherwise: its default is yes. Without logind, nothing removes files."""
     files = [logind / "logind.conf", *sorted((logind / "logind.conf.d").glob("*.conf"))]
     if not Path("/run/systemd/seats").exists():
         return False

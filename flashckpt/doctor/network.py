@@ -1,4 +1,4 @@
-"""The agent of this node, the address and port that others reach it by, its certificates, and its buddies."""
+"""Checks this node's agent, the address and port at which others reach it, its certificates, and its buddies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from flashckpt.config import Settings
 
 _CONNECT_SECONDS = 2.0
-_MOST_SECONDS = 20.0  # for all peers together
+_MOST_SECONDS = 20.0  # timeout for all peers together
 _SOON_DAYS = 14.0
 
 
@@ -27,8 +27,8 @@ _SOON_DAYS = 14.0
 class AgentFacts:
     runs: bool
     version: str = ""
-    status: dict[str, Any] | None = None  # what it answered
-    problem: str = ""  # why it does not answer, or can't be looked at
+    status: dict[str, Any] | None = None  # the agent's answer
+    problem: str = ""  # why it does not answer, or cannot be asked
     log_path: str = ""
 
 
@@ -38,10 +38,10 @@ class NetworkFacts:
     host: str | None  # what other nodes would be told; None: see host_problem
     host_problem: str
     port: int  # 0: any
-    port_problem: str  # why it can't be bound; "" = it can, or the agent has it
+    port_problem: str  # why it cannot be bound; "" = it can, or the agent has it
     tls: tuple[str, str, str] | None  # the operator's files
     tls_problem: str
-    tls_days: float | None  # until the first of them expires
+    tls_days: float | None  # until the first certificate expires
     unreachable: dict[str, str]  # of the agent's peers: node → why no connection could be made from here
 
 
@@ -94,17 +94,17 @@ def _agent(facts: AgentFacts) -> Iterator[Finding]:
         yield ok("agent.version", facts.version)
     status = facts.status or {}
     if status.get("fenced"):
-        advice = "its trainers are leftovers: end them"
+        advice = "its trainers are left over: end them"
         yield warn("agent.launch", "a newer launch of the job has taken over from this node's", advice)
     persist = status.get("persist") or {}
     if persist.get("problem"):
-        advice = "it is tried again by itself; look at persist_dir on this node"
+        advice = "it is tried again automatically; look at persist_dir on this node"
         yield warn("agent.flush", f"the last flush failed: {persist['problem']}", advice)
 
 
 def _address(facts: NetworkFacts) -> Finding:
     if facts.host is None:
-        advice = "on one node nothing is to be done; else set FLASHCKPT_ADVERTISE to an address or interface"
+        advice = "on one node there is nothing to do; else set FLASHCKPT_ADVERTISE to an address or interface"
         return warn("network.address", facts.host_problem, advice)
     if is_loopback(facts.host):
         return warn("network.address", f"{facts.host} is a loopback address", "set FLASHCKPT_ADVERTISE")
@@ -115,7 +115,7 @@ def _port(facts: NetworkFacts) -> Finding:
     if not facts.port:
         return ok("network.port", "any free one")
     if facts.port_problem:
-        advice = "end what has it, or set FLASHCKPT_PORT to another one or 0"
+        advice = "end the process that has it, or set FLASHCKPT_PORT to another one or 0"
         return fail("network.port", f"port {facts.port}: {facts.port_problem}", advice)
     return ok("network.port", f"port {facts.port}")
 
@@ -168,7 +168,7 @@ def _look_at_agent(settings: Settings, timeout: float) -> AgentFacts:
 
 
 def _look_at_certificates(settings: Settings) -> tuple[str, float | None]:
-    """(what is wrong, days until the first expires)."""
+    """Return (what is wrong, days until the first certificate expires)."""
     if settings.tls_files is None:
         return "", None
     from cryptography import x509
@@ -202,7 +202,7 @@ def _try_port(port: int) -> str:
 
 
 def _try_peers(status: dict[str, Any] | None) -> dict[str, str]:
-    """A connection to each: says more than the agent, which may have heard from a node that it can't call."""
+    """Connect to each peer. This says more than the agent, which may have heard from a node that it cannot call."""
     found: dict[str, str] = {}
     deadline = time.monotonic() + _MOST_SECONDS
     for one in status["peers"] if status is not None else ():

@@ -1,4 +1,4 @@
-"""Where an export takes tensors from: one at a time, whole, verified. The step stays where it is."""
+"""Reads the tensors for an export: one complete, verified tensor at a time. The step itself is not changed."""
 
 from __future__ import annotations
 
@@ -33,22 +33,24 @@ class TensorInfo:
 
 
 class SavedStep(Protocol):
-    """One saved step."""
+    """Reads one saved step."""
 
     step: int
 
     def tensors(self) -> dict[str, TensorInfo]:
-        """By key, in the order in which they were saved. What belongs to one rank alone is not among them."""
+        """Return the tensors by key, in the order in which they were saved, without those that belong to one rank
+        alone.
+        """
 
     def read(self, key: str) -> torch.Tensor:
-        """The whole tensor, on the CPU. Raises CorruptShardError where its bytes are not what was saved."""
+        """Return the complete tensor, on the CPU. Raises CorruptShardError if its bytes are not what was saved."""
 
 
 class MemorySource:
-    """A generation whose shards all lie in this node's memory."""
+    """Reads a generation whose shards are all in this node's memory."""
 
     def __init__(self, generation: Generation, shards: dict[int, OpenShard], pieces: dict[str, list[Piece]]) -> None:
-        """Use `memory_source`."""
+        """Use `memory_source` instead."""
         self.step = generation.step
         self._shards = shards
         self._pieces = pieces
@@ -74,10 +76,10 @@ class MemorySource:
 
 
 class PathSource:
-    """A persisted step, a foreign DCP checkpoint, or a Hugging Face model, whose names are below `model`."""
+    """Reads a persisted step, a foreign DCP checkpoint, or a Hugging Face model, whose names are below `model`."""
 
     def __init__(self, path: str) -> None:
-        """NotFoundError where there is none; what is not to be trusted is refused."""
+        """Open the step. NotFoundError if there is none; files that must not be trusted are refused."""
         self._source = open_path(path)
         self.step = self._source.generation.step
 
@@ -91,7 +93,7 @@ class PathSource:
 
 @contextlib.contextmanager
 def memory_source(store: SlotStore, job: str, generation: Generation) -> Iterator[MemorySource]:
-    """Opens every shard of `generation`. UnusableError where this node does not hold all of it."""
+    """Open every shard of `generation`. UnusableError if this node does not hold all of them."""
     found = {one.shard.rank: one for one in store.scan() if one.shard.generation == generation}
     if not found:
         raise NotFoundError(f"{generation}: not in this node's memory", step=generation.step)

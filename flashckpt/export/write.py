@@ -1,4 +1,6 @@
-"""Writes an export: Hugging Face safetensors, one torch file, or a DCP checkpoint. Whole or not at all."""
+"""Writes an export: Hugging Face safetensors, one torch file, or a DCP checkpoint. The export appears when it is
+complete.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ DTYPES = {
     "float64": torch.float64,
 }
 _INDEX = "model.safetensors.index.json"
-_SHARD_BYTES = 5 << 30  # what the Hugging Face hub likes
+_SHARD_BYTES = 5 << 30  # the size of file that the Hugging Face hub recommends
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +56,10 @@ def export(
     rename: Callable[[str], str] | None = None,
     keep_part: bool = False,
 ) -> Exported:
-    """Writes the tensors below `part`, under their names without it (or, with `keep_part`, with it), to `out`.
+    """Write the tensors below `part` to `out`, under their names without it (or, with `keep_part`, with it).
 
-    `dtype` converts floating point tensors, `rename` changes names (without `part`). Raises ExistsError where `out` is
-    there, unless `overwrite`.
+    `dtype` converts floating point tensors, `rename` changes names (without `part`). Raises ExistsError if `out`
+    exists, unless `overwrite`.
     """
     if form not in FORMS:
         raise ConfigError(f"form: expected one of {FORMS}, found {form!r}")
@@ -67,7 +69,7 @@ def export(
         parts = sorted({key.partition(".")[0] for key in source.tensors()})
         raise MissingKeyError(f"step {source.step}: no tensor below {part!r}; there are {', '.join(parts) or 'none'}")
     if os.path.lexists(out) and not overwrite:
-        raise ExistsError(f"{out}: is there already", hint="choose another directory, or pass overwrite")
+        raise ExistsError(f"{out}: it already exists", hint="choose another directory, or pass overwrite")
     os.makedirs(os.path.dirname(os.path.abspath(out)), exist_ok=True)
     aside = f"{out.rstrip('/')}.tmp-{secrets.token_hex(4)}"
     os.mkdir(aside)
@@ -80,7 +82,7 @@ def export(
         else:
             _write_dcp(plan.everything(), aside)
             if keep_part:
-                # In a job's persist_dir it counts as the job's: a person put it there.
+                # In a job's persist_dir it counts as the job's, because a person put it there.
                 with open(os.path.join(aside, IMPORTED), "w") as file:
                     json.dump({"imported_at": time.time()}, file)
         files = tuple(sorted(os.listdir(aside)))
@@ -102,7 +104,7 @@ class _Plan:
         return self._dtype if self._dtype is not None and info.dtype.is_floating_point else info.dtype
 
     def groups(self, limit_bytes: int) -> Iterator[list[str]]:
-        """Keys in order, as many as fit into one file."""
+        """Split the keys, in order, into groups that fit into one file each."""
         group: list[str] = []
         size = 0
         for key, info in self._chosen.items():
@@ -122,7 +124,7 @@ class _Plan:
 
 
 def _names(chosen: Iterable[str], prefix: str, rename: Callable[[str], str] | None, keep_part: bool) -> dict[str, str]:
-    """What each key is called in the export. ConfigError where two would be the same."""
+    """Return the name of each key in the export. ConfigError if two names would be the same."""
     found: dict[str, str] = {}
     taken: dict[str, str] = {}
     for key in chosen:
@@ -166,7 +168,7 @@ def _write_dcp(tensors: dict[str, torch.Tensor], directory: str) -> None:
 
 
 def _publish(aside: str, out: str) -> None:
-    """Durable first, then visible, in one moment."""
+    """Make the files durable, then visible in one rename."""
     for name in os.listdir(aside):
         _sync(os.path.join(aside, name))
     _sync(aside)

@@ -1,6 +1,7 @@
-"""`python -I -m flashckpt.persist`: the flusher, a helper process of the agent. Told on stdin, answers on stdout.
+"""Runs the flusher, a helper process of the agent: `python -I -m flashckpt.persist`.
 
-One line of JSON in; lines of JSON out: progress, then how it ended. It ends when stdin does: that is its agent's end.
+It reads one line of JSON from stdin and writes lines of JSON to stdout: the progress, then the outcome. It ends when
+stdin is closed, because that is the end of its agent.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ _PROGRESS_SECONDS = 0.5
 
 
 def main() -> int:
-    """Returns the exit code: 0 where the last line says that it went well."""
+    """Run one flush. Returns the exit code: 0 if the last line reports success."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # whatever a library prints is for the log
+    os.dup2(2, 1)  # stdout is for the answers: what a library prints goes to the log
     logging.basicConfig(format="flusher: %(message)s", level=logging.INFO, stream=sys.stderr)
     line = sys.stdin.buffer.readline()
     threading.Thread(target=_end_with_the_agent, name="stdin", daemon=True).start()
     _go_first_when_memory_is_short()
     lock = threading.Lock()
-    done = [0, 0.0]  # bytes so far, when that was said
+    done = [0, 0.0]  # bytes when the last progress was sent, and when that was
 
     def say(**content: Any) -> None:
         answers.write(json.dumps(content) + "\n")
@@ -48,13 +49,13 @@ def main() -> int:
 
     try:
         spec = decode_spec(line)
-        # What can be seen to fail is told before torch is imported, which takes seconds.
+        # Problems that can be seen beforehand are reported before torch is imported, which takes seconds.
         enter(open_storage(spec.settings.directory), spec)
         import torch
 
         from flashckpt.persist.flush import flush
 
-        torch.set_num_threads(1)  # training has the cores
+        torch.set_num_threads(1)  # leave the cores to the training
         say(state="begun")
         told = flush(spec, progress)
     except FlashError as error:
@@ -70,7 +71,7 @@ def main() -> int:
 
 
 def _go_first_when_memory_is_short() -> None:
-    """What the agent has for itself is inherited: it is to be spared, its helper can be started again."""
+    """Undo the protection from the OOM killer that was inherited from the agent: a flusher can be started again."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
         file.write("500")
 
@@ -82,7 +83,7 @@ def _end_with_the_agent() -> None:
 
 
 def _shard_of(error: FlashError) -> int | None:
-    """The rank whose shard turned out bad."""
+    """Return the rank whose shard is bad, or None."""
     shard = error.fields.get("shard")
     return None if shard is None else int(shard.rank)
 
@@ -90,5 +91,5 @@ def _shard_of(error: FlashError) -> int | None:
 if __name__ == "__main__":
     code = main()
     sys.stderr.flush()
-    # Without the interpreter's own end: the thread that reads stdin can't be joined.
+    # Skips the interpreter's shutdown: the thread that reads stdin cannot be joined.
     os._exit(code)

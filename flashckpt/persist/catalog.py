@@ -1,4 +1,4 @@
-"""What lies in persist_dir: its steps, which of them are whole, and why others are not. No torch."""
+"""Lists the steps in persist_dir, and says which of them are complete and why others are not. No torch."""
 
 from __future__ import annotations
 
@@ -21,35 +21,37 @@ if TYPE_CHECKING:
 
 _MAX_SMALL_BYTES = 4096
 _MAX_HISTORY_BYTES = 64 << 20
-_KEPT_ON_DISK = 1024  # launches without a step here that a line lists
+_KEPT_ON_DISK = 1024  # launches that a line lists although they have no step here
 _SCHEMA = "flashckpt.history/v1"
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Persisted:
-    """One step in persist_dir."""
+    """Describes one step in persist_dir."""
 
     name: str
     step: int
-    meta: Meta | None  # None: a DCP checkpoint that somebody else wrote, or a damaged one
-    problem: str  # why it can't be loaded; "" = it can
-    writer: str | None = None  # the job that wrote it; "": flashckpt, but it is not known which job; None: others
+    meta: Meta | None  # None: a DCP checkpoint that another program wrote, or a damaged one
+    problem: str  # why it cannot be loaded; "" = it can
+    writer: str | None = None  # the job that wrote it; "": flashckpt, but the job is not known; None: another program
     is_imported: bool = False  # by a person, with `flashckpt import`
 
     @property
     def generation(self) -> Generation:
-        """A foreign checkpoint has no launch: older than everything that has one."""
+        """Return the launch, or for a foreign checkpoint one that is older than every real launch."""
         return Generation(0, 0, self.step, 0) if self.meta is None else self.meta.generation
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """Newest last. A later launch began with a load: what older ones saved above it was left behind."""
+        """Order steps, newest last: first by launch, because a later launch abandoned what older ones saved above its
+        load.
+        """
         return self.generation.epoch, self.generation.nonce, self.step
 
 
 def list_steps(storage: Storage) -> list[Persisted]:
-    """Newest last. What is being written or deleted is not listed."""
+    """List the steps, newest last. Steps that are being written or deleted are left out."""
     found = []
     for name, entry in (storage.list() or {}).items():
         step = step_of(name, foreign=True)
@@ -59,9 +61,9 @@ def list_steps(storage: Storage) -> list[Persisted]:
 
 
 def look(storage: Storage, name: str, step: int) -> Persisted:
-    """Whether a step is whole: its marker is there, and every file that meta.json lists has its size."""
+    """Check whether a step is complete: its marker is there, and every file in meta.json has its size."""
     files = storage.list(name) or {}
-    # Nobody else names files so.
+    # No other program names its files like this.
     writer = "" if any(file.endswith(".flash") for file in files) else None
     meta, problem = None, ""
     if META_JSON in files:
@@ -89,7 +91,7 @@ def _why_not_whole(meta: Meta, step: int, files: Mapping[str, Entry]) -> str:
 
 
 def damaged(storage: Storage, one: Persisted) -> list[str]:
-    """Files whose bytes are not those that were written, with the reason. Reads everything."""
+    """Yield the files whose bytes are not those that were written, with the reason. Reads every byte."""
     problems = []
     for file, info in one.meta.files.items() if one.meta is not None else ():
         crc = offset = 0
@@ -104,9 +106,9 @@ def damaged(storage: Storage, one: Persisted) -> list[str]:
 
 
 def read_lines(storage: Storage) -> tuple[Line, ...]:
-    """Return the lines that lie here, oldest first. They are kept for the day when all memory is gone.
+    """Return the lines in persist_dir, oldest first. They are needed if all memory is lost.
 
-    CorruptShardError if the file is not what flashckpt writes.
+    Raises CorruptShardError if the file is not what flashckpt writes.
     """
     where = f"{storage.root}/{HISTORY}"
     try:
@@ -122,7 +124,7 @@ def read_lines(storage: Storage) -> tuple[Line, ...]:
 
 
 def _read_fence(storage: Storage) -> tuple[Line, ...]:
-    """What earlier versions wrote: the last load only."""
+    """Read the file of earlier versions, which knew only the last load."""
     try:
         data = storage.read(FENCE, 0, _MAX_SMALL_BYTES)
         if data is None:
@@ -134,7 +136,7 @@ def _read_fence(storage: Storage) -> tuple[Line, ...]:
 
 
 def write_line(storage: Storage, line: Line) -> None:
-    """Keep the line of a launch that goes on with what lies here, if it is the newest. A damaged file is set aside."""
+    """Store the line of a launch that continues from here, if it is the newest. A damaged file is set aside."""
     try:
         before = read_lines(storage)
     except CorruptShardError as error:
@@ -155,7 +157,7 @@ def lines_to_json(lines: Iterable[Line]) -> list[dict[str, Any]]:
 
 
 def lines_from_json(found: Iterable[Mapping[str, Any]]) -> tuple[Line, ...]:
-    """Oldest first. ValueError, KeyError or TypeError if they are no lines."""
+    """Parse the lines, oldest first. Raises ValueError, KeyError or TypeError if they are invalid."""
     return tuple(by_head(map(_line_from_json, found)).values())
 
 

@@ -1,5 +1,7 @@
-"""How the nodes that write one step together tell each other what they have and what they wrote: by small files in the
-very place they write to. A node that does not see the others' files does not share persist_dir with them.
+"""Lets the nodes that write one step together tell each other what they have and what they wrote.
+
+They use small files in the directory they write to. So a node that does not see the others' files does not share
+persist_dir with them.
 """
 
 from __future__ import annotations
@@ -28,12 +30,12 @@ _PREFIX = "__flash_"
 
 
 def has_name(name: str) -> bool:
-    """Whether it is one of these files, which are no part of the checkpoint."""
+    """Return True for one of these files, which are no part of the checkpoint."""
     return name.startswith(_PREFIX)
 
 
 class Exchange:
-    """One node's side."""
+    """Writes this node's files and reads those of the others."""
 
     def __init__(self, storage: Storage, stage: Stage, nodes: Sequence[str], node_id: str, deadline: float) -> None:
         self._storage = storage
@@ -46,7 +48,7 @@ class Exchange:
         self._put("layout", [_encode_contribution(one) for one in contributions])
 
     def offered(self) -> list[Contribution]:
-        """What all nodes offer, by rank. DeadlineError names the nodes whose files never came."""
+        """Return what all nodes offer, by rank. The DeadlineError names the nodes whose files never came."""
         found = [_decode_contribution(one) for node in self._await("layout").values() for one in node]
         return sorted(found, key=lambda one: one.rank)
 
@@ -66,14 +68,14 @@ class Exchange:
         )
 
     def reported(self) -> list[tuple[WrittenFiles, dict[str, tuple[str | int, ...]], float]]:
-        """What every node wrote. A node that failed is a PeerError with its reason."""
+        """Return what every node wrote. Raises PeerError with the reason of a node that failed."""
         return [_decode_report(one, node) for node, one in self._await("done").items()]
 
     def fail(self, reason: str) -> None:
         self._put("failed", reason)
 
     def clean(self) -> None:
-        """Before the commit: a checkpoint has none of these."""
+        """Remove these files before the commit."""
         for name in self._storage.list(self._stage.place) or {}:
             if has_name(name):
                 self._storage.remove(f"{self._stage.place}/{name}")

@@ -1,8 +1,8 @@
-"""Flush: one generation from sealed shards to persist_dir. Reads as the list of its stages.
+"""Flushes one generation from sealed shards to persist_dir. Reads as the list of its stages.
 
-Order: data files, each durable → what every node wrote → meta.json → the launch's line → `.metadata` → rename →
-`latest` → retention.
-Nobody sees a step before all of it is durable, and whatever ends this process leaves the step before it untouched.
+The order is: data files, each durable → what every node wrote → meta.json → the launch's line → `.metadata` → rename →
+`latest` → retention. Nobody sees a step before all of it is durable. If this process dies, the step before it is
+untouched.
 """
 
 from __future__ import annotations
@@ -54,15 +54,16 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# For all nodes to show what they have: less than writing it may take. Flushers are nice: on busy nodes their starts may
-# lie minutes apart.
+# How long to wait until all nodes show what they have. This may be less than the writing takes. Flushers are niced, so
+# on busy nodes they may start minutes apart.
 _MEET_SECONDS = 600.0
-_HISTORY_SECONDS = 3600.0  # until a history that was never renamed is given up: its writer is a trainer, on any node
+_HISTORY_SECONDS = 3600.0  # age at which an unrenamed history file is removed: its writer is a trainer, on any node
 
 
 def flush(spec: FlushSpec, progress: Callable[[int], None] = lambda _: None) -> dict[str, Any]:
-    """This node's part. Returns what there is to tell; raises where it failed, and leaves no more than a temporary
-    directory then, which the next flush removes."""
+    """Flush this node's part and return what to report. If it raises, at most a temporary directory is left, which the
+    next flush removes.
+    """
     began = time.monotonic()
     storage = open_storage(spec.settings.directory)
     failpoint("before_flush")
@@ -72,7 +73,7 @@ def flush(spec: FlushSpec, progress: Callable[[int], None] = lambda _: None) -> 
         sweep(storage, spec.generation.step, spec.attempt)
     there = look(storage, step_name(spec.generation.step), spec.generation.step)
     if there.meta is not None and there.generation == spec.generation and not there.problem:
-        # The agent before this one died between the commit and its word of it.
+        # The previous agent died between the commit and its report.
         if spec.coordinates:
             _move_latest(storage, spec)
         return {"files": len(there.meta.files), "size_bytes": there.meta.size_bytes, "seconds": 0.0}
@@ -116,7 +117,7 @@ def flush(spec: FlushSpec, progress: Callable[[int], None] = lambda _: None) -> 
             reason = error.message if isinstance(error, FlashError) else f"{type(error).__name__}: {error}"
             with contextlib.suppress(OSError, FlashError):
                 together.fail(reason)
-            # Nobody else sees this directory, or nobody is left who will clean it up.
+            # No other node sees this directory, or no node is left that would remove it.
             if isinstance(error, DeadlineError) and not spec.coordinates and not stage.suffix:
                 _remove(storage, stage.place)
         raise
@@ -137,7 +138,7 @@ def flush(spec: FlushSpec, progress: Callable[[int], None] = lambda _: None) -> 
         versions={"flashckpt": __version__, "torch": str(torch.__version__)},
     )
     storage.put(f"{stage.place}/{META_JSON}", encode_meta(meta))
-    # Again: this process may have been stopped while it wrote, and woken up in another launch's time.
+    # Checked again: this process may have been paused while it wrote, and a newer launch may have started.
     lineage = check_lineage(storage, spec)
     keep_line(storage, lineage)
     storage.commit(stage, spec.generation.step, marker)
@@ -148,17 +149,18 @@ def flush(spec: FlushSpec, progress: Callable[[int], None] = lambda _: None) -> 
 
 
 def sweep(storage: Storage, step: int, attempt: str) -> None:
-    """Removes what flushes and deletions that died have left. One flush at a time: nobody but this attempt's nodes is
-    writing, and those may have begun before this one."""
+    """Remove what dead flushes and deletions left. There is one flush at a time: only the nodes of this attempt are
+    writing, and they may have begun before this one.
+    """
     for name, entry in (storage.list() or {}).items():
         left, aside = attempt_of(name), aside_of(name)
-        # Where there is no rename, an attempt that died leaves files of its own in a step without a marker.
-        # IMPORTANT: not in this step, where quicker nodes have written; what died there goes with the commit.
+        # Without renames, a dead attempt leaves its files in a step without a marker.
+        # IMPORTANT: skip this step, where quicker nodes have written; the commit removes what died there.
         is_other_step = is_url(storage.root) and step_of(name) not in (None, step)
         inside = (storage.list(name) or {}) if is_other_step else {}
         if inside and METADATA not in inside and all(map(is_of_attempt, inside)):
             _remove(storage, name)
-        # A load may be writing one right now: no flush waits for it, nor it for one.
+        # A load may be writing one right now, and neither waits for the other.
         is_new_history = aside == HISTORY and time.time() - entry.modified_at < _HISTORY_SECONDS
         is_aside = aside is not None and not is_new_history
         if is_deleting(name) or is_aside or (left is not None and left != attempt):
@@ -175,7 +177,7 @@ def retain(storage: Storage, spec: FlushSpec, lineage: Lineage) -> None:
             one.step,
             one.order,
             good=not one.problem,
-            # One that is imported was put there by a person; one of another history waits for a person to choose.
+            # A person put an imported step there; a step of another history waits until a person chooses.
             ours=not one.is_imported and lineage.is_known(one.generation),
             permanent=one.meta is not None and one.meta.extra.get(PERMANENT) is True,
         )
@@ -187,7 +189,7 @@ def retain(storage: Storage, spec: FlushSpec, lineage: Lineage) -> None:
 
 
 def _remove(storage: Storage, name: str) -> None:
-    """Failing here is no reason to call a flush failed; the next one tries again."""
+    """Remove a step or file. A failure here does not fail the flush; the next flush tries again."""
     try:
         storage.remove(name)
     except OSError as error:
@@ -196,7 +198,7 @@ def _remove(storage: Storage, name: str) -> None:
 
 @contextlib.contextmanager
 def _shards(spec: FlushSpec) -> Iterator[list[Shard]]:
-    """The shards that this node writes, open, with their headers checked."""
+    """Open the shards that this node writes, and check their headers."""
     opened: list[Shard] = []
     with SlotStore.open(spec.memory_dir, spec.job, create=False) as store:
         try:
@@ -218,7 +220,7 @@ def _check_ranks(spec: FlushSpec, ranks: list[int]) -> None:
 
 
 def _value_paths(todo: PersistPlan, shards: list[Shard]) -> dict[str, tuple[str | int, ...]]:
-    """Nested keys that are not simply the parts of the flat ones."""
+    """Return the nested keys that are not simply the parts of the flat ones."""
     by_rank = {shard.rank: shard.values.paths for shard in shards}
     return {
         value.key: by_rank[value.rank][value.fqn] for value in todo.values if value.fqn in by_rank.get(value.rank, ())
@@ -239,7 +241,7 @@ def _merge(
 
 
 def _check_seen(storage: Storage, stage: Stage, written: WrittenFiles) -> None:
-    """What other nodes say they wrote has to lie here too."""
+    """Check that what other nodes report as written is in the directory too."""
     seen = storage.list(stage.place) or {}
     for name, info in written.files.items():
         size = seen[name].size_bytes if name in seen else None
@@ -252,7 +254,7 @@ def _check_seen(storage: Storage, stage: Stage, written: WrittenFiles) -> None:
 
 
 def _write_checksums(storage: Storage, stage: Stage, written: WrittenFiles) -> None:
-    """Of every part, so that a reader of a few of them need not read whole files to know that they are good."""
+    """Write the checksums of every part, so that a reader of a few parts need not read whole files to verify them."""
     parts: dict[str, list[list[int]]] = {}
     for one in written.placed:
         parts.setdefault(one.file, []).append([one.offset_bytes, one.length_bytes, one.crc32c])
@@ -262,7 +264,7 @@ def _write_checksums(storage: Storage, stage: Stage, written: WrittenFiles) -> N
 
 
 def _move_latest(storage: Storage, spec: FlushSpec) -> None:
-    """Never back: an older step that was flushed on demand is not the latest."""
+    """Move `latest` to this step unless it names a newer one: a step flushed on request may be older."""
     name = step_name(spec.generation.step)
     good = [one for one in look_around(storage, spec.job).ours if not one.problem]
     mine = next((one for one in good if one.name == name), None)

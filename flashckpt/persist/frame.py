@@ -1,7 +1,7 @@
-"""What `torch.save` puts around the bytes of a tensor: asked of torch itself, without the bytes.
+"""Finds out what `torch.save` writes around the bytes of a tensor, by asking torch, without the bytes.
 
-A tensor of untouched memory is saved, and what torch writes from that very memory is left out: the bytes then go from
-the shard to the file in small tiles that stay in the processor's cache, and never lie in memory as a whole.
+It saves a tensor of untouched memory and drops what torch writes from that memory. The bytes of the real tensor then go
+from the shard to the file in small tiles that stay in the processor's cache.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import IO, Any, cast
 import numpy as np
 import torch
 
-_crc_options = threading.Lock()  # torch has one for the whole process
+_crc_options = threading.Lock()  # torch has one setting for the whole process
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """`head`, the tensor's bytes, `tail`: together what torch.save would write."""
+    """Holds `head` and `tail`. Together with the tensor's bytes in between, they are what torch.save would write."""
 
     head: bytes
     tail: bytes
@@ -28,8 +28,10 @@ class Frame:
 
 @functools.lru_cache(4096)
 def frame_of(dtype: torch.dtype, sizes: tuple[int, ...], size_bytes: int) -> Frame | None:
-    """None where torch does not write the bytes in one go and uncopied, as every known version does."""
-    memory = np.empty(size_bytes, dtype=np.uint8)  # never touched: takes no memory, whatever its size
+    """Return the frame, or None if torch does not write the bytes in one piece without a copy. Every known version
+    does.
+    """
+    memory = np.empty(size_bytes, dtype=np.uint8)  # untouched, so it takes no memory, whatever its size
     tensor = torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(sizes) if size_bytes else None
     found = _Recorder(memory.ctypes.data, size_bytes)
     _save(torch.empty(sizes, dtype=dtype) if tensor is None else tensor, found)
@@ -39,7 +41,7 @@ def frame_of(dtype: torch.dtype, sizes: tuple[int, ...], size_bytes: int) -> Fra
 def _save(tensor: torch.Tensor, target: _Recorder) -> None:
     with _crc_options:
         before = torch.serialization.get_crc32_options()
-        # The zip's own checksum comes before its bytes, and no reader of torch looks at it; ours are in
+        # The zip's own checksum precedes its bytes, and no reader of torch checks it; our checksums are in
         # __checksums.flash.
         torch.serialization.set_crc32_options(False)
         try:
@@ -49,7 +51,7 @@ def _save(tensor: torch.Tensor, target: _Recorder) -> None:
 
 
 class _Recorder(io.RawIOBase):
-    """Keeps what is written, except for what lies in the tensor's memory."""
+    """Keeps what is written, except what is in the tensor's memory."""
 
     def __init__(self, address: int, size_bytes: int) -> None:
         super().__init__()
@@ -70,7 +72,7 @@ class _Recorder(io.RawIOBase):
             self._parts += [bytearray()] if start == 0 else []
             self._left_out += length
         else:
-            self._left_out = -1  # out of order: no frame
+            self._left_out = -1  # out of order: there is no frame
         return length
 
     def frame(self) -> Frame | None:

@@ -1,4 +1,4 @@
-"""What to do about an error of the storage below persist_dir. Pure."""
+"""Says what to do about an error of the storage below persist_dir. Pure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _BY_ERRNO = {
 
 
 def hint_of(error: BaseException) -> str:
-    """Return what to do about it; "" where nothing is known."""
+    """Return what to do about it; "" if that is not known."""
     if not isinstance(error, OSError):
         return ""
     return _BY_ERRNO.get(error.errno or 0, "look at persist_dir on this node")

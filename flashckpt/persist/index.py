@@ -1,4 +1,4 @@
-"""DCP's `.metadata` for what was written: the pickled index that plain `dcp.load` reads."""
+"""Builds DCP's `.metadata` for what was written: the pickled index that plain `dcp.load` reads."""
 
 from __future__ import annotations
 
@@ -27,13 +27,15 @@ if TYPE_CHECKING:
     from flashckpt.persist.plan import PersistPlan
     from flashckpt.persist.write import Placed
 
-_VERSION = "1.0.0"  # of DCP's own metadata
+_VERSION = "1.0.0"  # version of DCP's own metadata
 
 
 def encode_index(
     plan: PersistPlan, placed: Iterable[Placed], value_paths: Mapping[str, tuple[str | int, ...]]
 ) -> bytes:
-    """`value_paths`: key → nested key, of values. InternalError where something planned was not written."""
+    """Build the index. `value_paths` maps the keys of values to nested keys. InternalError if a planned part was not
+    written.
+    """
     lying = {(one.key, one.offsets): one for one in placed}
     state: dict[str, Any] = {}
     paths: dict[str, tuple[Any, ...]] = {}
@@ -60,7 +62,7 @@ def encode_index(
         locate(value.key, None, None)
     if lying:
         raise InternalError(f"{len(lying)} parts were written, but not planned, e.g. {next(iter(lying))}")
-    # Older versions of torch have no version of their metadata.
+    # Older versions of torch do not number their metadata.
     version = {"version": _VERSION} if any(one.name == "version" for one in fields(Metadata)) else {}
     metadata = Metadata(
         state_dict_metadata=state, planner_data=paths, storage_data=storage, storage_meta=StorageMeta(), **version
@@ -69,6 +71,6 @@ def encode_index(
 
 
 def _path(key: str, path: tuple[str | int, ...]) -> tuple[str | int, ...]:
-    """Where DCP's tools put the key when they build a nested state dict."""
+    """Return where DCP's tools put the key when they build a nested state dict."""
     own = parse_per_rank_key(key)
     return path if own is None else (*per_rank_key(own[0], "x").split(".")[:2], *path)

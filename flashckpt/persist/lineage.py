@@ -1,8 +1,8 @@
-"""Which steps of persist_dir a flush may replace or remove, as far as histories go. No torch.
+"""Decides which steps of persist_dir a flush may replace or remove, as far as histories are concerned. No torch.
 
-A flush that was overtaken (its node stood still while the job went on elsewhere) commits nothing. A step of a history
-that this node's line does not know stays, until a person chooses. And the line lies in persist_dir before the first
-step of its launch does: who has only the disk knows what was abandoned.
+A flush that was overtaken (its node stood still while the job continued elsewhere) commits nothing. A step of a history
+that this node's line does not know stays until a person chooses. The line is in persist_dir before the first step of
+its launch, so that a job that has only the disk left knows what was abandoned.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """What this node and persist_dir know of the job's histories."""
+    """Holds what this node and persist_dir know of the job's histories."""
 
-    own: Line | None  # in force on this node
+    own: Line | None  # the line in force on this node
     on_disk: tuple[Line, ...]
-    is_damaged: bool = False  # what persist_dir says can't be read
+    is_damaged: bool = False  # the file in persist_dir cannot be read
 
     def why_abandoned(self, generation: Generation) -> str:
-        """Why a generation must not be committed any more; "" = it may be."""
+        """Return why a generation must not be committed any more; "" = it may be."""
         lines = (*self.on_disk, *([] if self.own is None else [self.own]))
         root = next((one.root for one in lines if one.head == launch_of(generation)), None)
         return next(filter(None, (one.why_killed(generation, root) for one in lines)), "")
@@ -47,8 +47,9 @@ class Lineage:
         return self.own is None or self.own.cut(launch, root) is not None or bool(self.why_abandoned(generation))
 
     def is_to_be_written(self) -> bool:
-        """Return True if this node's line says more than the steps do, and persist_dir knows neither it nor one
-        that goes on from it."""
+        """Return True if this node's line says more than the steps do, and persist_dir has neither it nor a line that
+        continues it.
+        """
         own = self.own
         if own is None or self.is_damaged or not (own.listed or own.floor):
             return False
@@ -66,8 +67,9 @@ def read_lineage(storage: Storage, spec: FlushSpec) -> Lineage:
 
 
 def check_lineage(storage: Storage, spec: FlushSpec) -> Lineage:
-    """Raise PersistError if the job has gone on without what is to be flushed, or if a step of another history lies in
-    its place. Changes nothing."""
+    """Raise PersistError if the job has continued without the generation to be flushed, or if a step of another history
+    is in its place. Changes nothing.
+    """
     lineage, step = read_lineage(storage, spec), spec.generation.step
     abandoned = lineage.why_abandoned(spec.generation)
     if abandoned:
@@ -89,6 +91,6 @@ def check_lineage(storage: Storage, spec: FlushSpec) -> Lineage:
 
 
 def keep_line(storage: Storage, lineage: Lineage) -> None:
-    """Before the first step of a launch becomes visible."""
+    """Store this node's line before the first step of its launch becomes visible."""
     if lineage.own is not None and lineage.is_to_be_written():
         write_line(storage, lineage.own)

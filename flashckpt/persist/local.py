@@ -1,4 +1,8 @@
-"""persist_dir as a path: written aside, fsynced, renamed, fsynced again. `latest` is a relative symlink."""
+"""Stores persist_dir at a path: files are written under another name, fsynced and renamed, and the directory is
+fsynced.
+
+`latest` is a relative symlink.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +24,13 @@ from flashckpt.store.rename import rename_exchange, rename_noreplace
 if TYPE_CHECKING:
     from types import TracebackType
 
-# Dirty pages are handed to the disk in steps of this size, so that the fsync at the end does not stall for all of them.
+# Dirty pages are written to the disk in pieces of this size, so that the fsync at the end does not wait for all of
+# them.
 _WRITE_BEHIND_BYTES = 32 << 20
 
 
 class LocalStorage:
-    """One directory, of this machine or mounted by all nodes."""
+    """Stores steps in one directory, of this machine or mounted by all nodes."""
 
     def __init__(self, persist_dir: str) -> None:
         if not os.path.isabs(persist_dir):
@@ -55,7 +60,7 @@ class LocalStorage:
             found = {}
             with os.scandir(self._path(name)) as entries:
                 for entry in entries:
-                    with contextlib.suppress(FileNotFoundError):  # gone since
+                    with contextlib.suppress(FileNotFoundError):  # removed meanwhile
                         status = entry.stat(follow_symlinks=False)
                         directory = stat.S_ISDIR(status.st_mode)
                         found[entry.name] = Entry(status.st_size, directory, status.st_mtime)
@@ -74,10 +79,10 @@ class LocalStorage:
         except OSError as error:
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                 raise
-            # A step that was rolled back is written once more. Exchanged in one moment: `latest` may point to it.
+            # A step is written again after a rollback. The exchange is atomic, because `latest` may point to it.
             rename_exchange(self._path(stage.place), self._path(final))
             _sync_directory(self.root)
-            # The step is there: what may be left of the old one goes with the next flush.
+            # The step is complete: the next flush removes what may be left of the old one.
             with contextlib.suppress(OSError):
                 self.remove(stage.place)
         _sync_directory(self.root)
@@ -135,13 +140,13 @@ class LocalStorage:
             if not stat.S_ISDIR(os.lstat(path).st_mode):
                 os.unlink(path)
                 return
-            # First what makes it a checkpoint: nobody may begin to read what is half gone.
+            # The marker goes first: nobody may begin to read a step that is half deleted.
             doomed = path if ".deleting-" in name else self._path(deleting_name(name, secrets.token_hex(8)))
             if doomed != path:
                 os.rename(path, doomed)
                 _sync_directory(self.root)
         except FileNotFoundError:
-            return  # somebody else was quicker
+            return  # another process was quicker
         failpoint("mid_delete")
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(doomed)
@@ -151,7 +156,7 @@ class LocalStorage:
 
 
 class _File:
-    """A file that is written in order and durable once it is closed."""
+    """Writes one file in order. The file is durable once it is closed."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -175,7 +180,7 @@ class _File:
         if self._fd >= 0:
             try:
                 os.fsync(self._fd)
-                # Its pages would push out those that training uses.
+                # Its pages would displace those that training uses.
                 with contextlib.suppress(OSError):
                     os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
             finally:
@@ -217,7 +222,7 @@ def _sync_directory(path: str) -> None:
     except OSError as error:
         if (
             error.errno != errno.EINVAL
-        ):  # some network filesystems have no fsync of directories: renames are synchronous
+        ):  # some network filesystems cannot fsync directories; there renames are synchronous
             raise
     finally:
         os.close(fd)
@@ -228,7 +233,7 @@ _SYNC_FILE_RANGE_WRITE = 2
 
 
 def _start_writing(fd: int, offset: int, length: int) -> None:
-    """Only a wish, and not every system knows it; the fsync at the end is what counts."""
+    """Ask the kernel to start writing. Not every system can; the fsync at the end is what counts."""
     call = getattr(_libc, "sync_file_range", None)
     if call is not None:
         call(fd, ctypes.c_int64(offset), ctypes.c_int64(length), _SYNC_FILE_RANGE_WRITE)

@@ -1,4 +1,4 @@
-"""meta.json: what a persisted step says about itself to people and to programs without torch. No pickle, no I/O."""
+"""Encodes meta.json: what a persisted step tells people and programs without torch. No pickle, no I/O."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Meta:
     job: str
     generation: Generation
     world: int
-    saved_at: float  # seconds since 1970: when the first shard was sealed
+    saved_at: float  # seconds since 1970 at which the first shard was sealed
     persisted_at: float
     reason: str  # why it was flushed
-    files: dict[str, FileInfo]  # everything in the directory but meta.json
+    files: dict[str, FileInfo]  # every file in the directory except meta.json
     values: dict[int, str] = field(default_factory=dict)  # rank → the file with its values in the typed encoding
     extra: dict[str, Any] = field(default_factory=dict)  # of the lowest rank, as far as JSON can hold it
     extra_keys: tuple[str, ...] = ()
@@ -74,7 +74,7 @@ def encode_meta(meta: Meta) -> bytes:
 
 
 def decode_meta(data: bytes, where: str) -> Meta:
-    """CorruptShardError where the bytes are no meta.json of ours."""
+    """Parse meta.json. CorruptShardError if the bytes are not what flashckpt writes."""
     try:
         found = json.loads(data)
         if found["schema"] != SCHEMA:
@@ -113,7 +113,7 @@ def decode_meta(data: bytes, where: str) -> Meta:
 
 
 def json_part(extra: Any) -> dict[str, Any]:
-    """What of the user's `extra` JSON holds without changing it."""
+    """Return the part of the user's `extra` that JSON holds without changing it."""
     result: dict[str, Any] = {}
     if not isinstance(extra, dict):
         return result
@@ -128,7 +128,7 @@ def json_part(extra: Any) -> dict[str, Any]:
 
 
 def _name(found: Any) -> str:
-    # It becomes part of a path.
+    # The name becomes part of a path.
     if not isinstance(found, str) or not found or "/" in found or "\0" in found or found in (".", ".."):
         raise ValueError(f"expected the name of a file, found {found!r}")
     return found

@@ -1,6 +1,6 @@
-"""Which rank's shard each part of a persisted checkpoint comes from. Pure: every node computes the same.
+"""Plans which rank's shard each part of a persisted checkpoint comes from. Pure: every node computes the same.
 
-Nodes keep whole copies of what they share, cut in their own ways; a DCP checkpoint holds every element once.
+Nodes keep complete copies of what they share, each cut in its own way. A DCP checkpoint has every element once.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ if TYPE_CHECKING:
 
     from flashckpt.state.cover import Index
 
-# Larger regions are cut, so that a flusher's memory stays small; a row that is longer stays whole.
+# Larger regions are cut, so that a flusher needs little memory; a longer row is not cut.
 PIECE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """What one rank's shard has to offer."""
+    """Describes what one rank's shard offers."""
 
     rank: int
     entries: tuple[TensorEntry, ...]
     values: tuple[str, ...]  # keys of its values that all ranks share
-    own_values: tuple[str, ...]  # keys of those that are this rank's alone
+    own_values: tuple[str, ...]  # keys of its values that are this rank's alone
     assumed_bytes: int = 0  # where its assumed tensors (state/assumed.py) end in the data area
 
 
 @dataclass(frozen=True, slots=True)
 class TensorItem:
-    """One region, to be read out of one entry of one shard."""
+    """Describes one region, to be read out of one entry of one shard."""
 
-    key: str  # as DCP readers see it
+    key: str  # the key that DCP readers see
     rank: int
     entry: TensorEntry
     box: Box
@@ -63,10 +63,10 @@ class PersistPlan:
 
 
 def plan(contributions: Sequence[Contribution], piece_bytes: int = PIECE_BYTES) -> PersistPlan:
-    """Every element of every tensor once, the load spread over the ranks that have it; of assumed tensors, those of
+    """Plan every element of every tensor once, the load spread over the ranks that have it. Assumed tensors come from
     one rank.
 
-    CorruptShardError where the shards do not hold every element.
+    CorruptShardError if the shards do not hold every element.
     """
     stored: Index = {}
     for one in contributions:
@@ -79,7 +79,7 @@ def plan(contributions: Sequence[Contribution], piece_bytes: int = PIECE_BYTES) 
         dict.fromkeys((one.rank for one in contributions), 0),
     )
     stored = only_from_one(stored, assumed)
-    given = dict.fromkeys((one.rank for one in contributions), 0)  # bytes that a rank has to write so far
+    given = dict.fromkeys((one.rank for one in contributions), 0)  # bytes that each rank has to write so far
     tensors: list[TensorItem] = []
     for (fqn, owner), pieces in stored.items():
         key = fqn if owner is None else per_rank_key(owner, fqn)
@@ -108,7 +108,7 @@ def _choose(name: tuple[str, int | None], pieces: list[Piece], given: dict[int, 
     tiled = sum(box.volume for box in same) == total and not uncovered({name: [p[0] for p in same.values()]})
     taken: list[Box] = []
     found = 0
-    # The largest first, so that what has to be cut is cut into few parts.
+    # The largest first, so that those that must be cut are cut into few parts.
     for box in same if tiled else sorted(same, key=lambda box: (-box.volume, box.offsets)):
         piece = min(same[box], key=lambda piece: (given[piece.ranks[0]], piece.ranks[0]))
         parts = [box] if tiled else _rest([box], taken)
@@ -123,14 +123,14 @@ def _choose(name: tuple[str, int | None], pieces: list[Piece], given: dict[int, 
 
 
 def _rest(boxes: list[Box], taken: list[Box]) -> list[Box]:
-    """What is left of `boxes` without `taken`."""
+    """Return what is left of `boxes` without `taken`."""
     for gone in taken:
         boxes = [part for box in boxes for part in _without(box, gone)]
     return boxes
 
 
 def _without(box: Box, gone: Box) -> Iterator[Box]:
-    """`box` without `gone`, as boxes that do not overlap."""
+    """Return `box` without `gone`, as boxes that do not overlap."""
     common = box.intersect(gone)
     if common is None or not box.volume:
         yield box

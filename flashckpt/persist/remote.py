@@ -1,7 +1,7 @@
-"""persist_dir as an fsspec URL: object stores have no rename, so the marker is the commit.
+"""Stores persist_dir at an fsspec URL. Object stores have no rename, so the marker is the commit.
 
-Files of an attempt carry its name, so that a second attempt at a step, or a step that is written once more after a
-rollback, never touches what a marker already points to. `latest` is a small object with the step's name.
+Files of an attempt have its name. So a second attempt at a step, or a step that is written again after a rollback,
+never changes files that a marker already points to. `latest` is a small object with the step's name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MAX_NAME_BYTES = 256
 
 
 class RemoteStorage:
-    """One prefix of an object store, or of anything else that fsspec speaks to."""
+    """Stores steps below one prefix of an object store, or of any other fsspec filesystem."""
 
     def __init__(self, url: str) -> None:
         try:
@@ -37,7 +37,7 @@ class RemoteStorage:
             ) from error
         self.root = url.rstrip("/")
         try:
-            # Listings that are kept for later would hide what other nodes write.
+            # A cached listing would hide what other nodes write.
             self._fs, self._base = fsspec.core.url_to_fs(self.root, use_listings_cache=False)
         except (ImportError, ValueError) as error:
             raise ConfigError(
@@ -82,7 +82,7 @@ class RemoteStorage:
         failpoint("before_persist_rename")
         self.put(f"{stage.place}/{METADATA}", marker)
         failpoint("after_persist_rename")
-        # What an older marker pointed to, or an attempt that came to nothing left.
+        # Left by an older marker, or by an attempt that did not commit.
         for name in before:
             if stage.suffix not in name and name not in (METADATA, META_JSON):
                 self._drop(f"{stage.place}/{name}")
@@ -125,7 +125,7 @@ class RemoteStorage:
 
 
 class _Object:
-    """An object that is uploaded while it is written, and appears when it is closed."""
+    """Uploads an object while it is written. The object appears when it is closed."""
 
     def __init__(self, fs: Any, path: str) -> None:
         self._fs, self._path = fs, path
@@ -153,11 +153,11 @@ class _Object:
             try:
                 discard()
             except (OSError, NotImplementedError) as problem:
-                _log.info("an upload could not be broken off: %s", problem)
-        # IMPORTANT: not close(), which would finish the upload of half an object.
+                _log.info("an upload could not be aborted: %s", problem)
+        # IMPORTANT: not close(), which would complete the upload of half an object.
         with contextlib.suppress(AttributeError):
             self._file.closed = True
-        with contextlib.suppress(OSError):  # where it appears before it is closed
+        with contextlib.suppress(OSError):  # for stores where the object appears before it is closed
             self._fs.rm_file(self._path)
 
 

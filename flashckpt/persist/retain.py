@@ -1,4 +1,4 @@
-"""Which persisted steps may go. Pure: what lies there goes in, what to remove comes out with the reasons."""
+"""Decides which persisted steps to remove. Pure: returns the names with the reasons."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class KeepRules:
-    """What to keep. The newest good step, what `latest` names and what is being written stay in any case."""
+    """Says what to keep. The newest good step, the one that `latest` names and the one being written always stay."""
 
     latest_k: int = 0  # 0: all
-    every: int | None = None  # steps that are a multiple of it are permanent: they neither count nor go
+    every: int | None = None  # multiples of it are permanent: neither counted nor removed
     steps: frozenset[int] = frozenset()  # permanent too
 
 
 @dataclass(frozen=True, slots=True)
 class Lying:
-    """One step in persist_dir."""
+    """Describes one step in persist_dir."""
 
     name: str
     step: int
-    order: tuple[int, int, int]  # newest last: launch first, then step
+    order: tuple[int, int, int]  # newest last: by launch, then by step
     good: bool
-    ours: bool  # written by this job; others' are never touched
-    permanent: bool = False  # whoever saved it said so
+    ours: bool  # written by this job; steps of others are never touched
+    permanent: bool = False  # whoever saved it marked it as permanent
 
 
 def is_permanent(step: int, rules: KeepRules) -> bool:
@@ -37,7 +37,7 @@ def is_permanent(step: int, rules: KeepRules) -> bool:
 def removable(
     lying: Iterable[Lying], rules: KeepRules, latest: str | None, busy: Collection[str] = ()
 ) -> dict[str, str]:
-    """Names to remove, oldest first, each with the reason."""
+    """Return the names to remove, oldest first, each with the reason."""
     found = sorted(lying, key=lambda one: one.order)
     good = [one for one in found if one.good and one.ours]
     newest = good[-1].name if good else None

@@ -1,4 +1,4 @@
-"""Where the persistent tier's bytes rest: one small surface, two kinds (a local path, an fsspec URL)."""
+"""Defines the storage of the persistent tier: one interface, two kinds (a local path, an fsspec URL)."""
 
 from __future__ import annotations
 
@@ -14,22 +14,21 @@ _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Where one attempt writes the files of one step before they are a checkpoint."""
+    """Names the place where one attempt writes the files of one step before they are a checkpoint."""
 
     place: str  # the name of the directory
-    suffix: str  # to be part of every file's name; "" where the directory is the attempt's own
+    suffix: str  # part of every file's name; "" if the attempt has a directory of its own
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
     size_bytes: int
     is_directory: bool
-    modified_at: float  # seconds since 1970; 0 where it is not known
+    modified_at: float  # seconds since 1970; 0 if not known
 
 
 class Writer(Protocol):
-    """One file that is being written. `close()` returns once its bytes are durable; leaving the block by an error
-    abandons it."""
+    """Writes one file. `close()` returns once its bytes are durable. An error in the block abandons the file."""
 
     def write(self, data: bytes | bytearray | memoryview, /) -> int: ...
 
@@ -43,39 +42,41 @@ class Writer(Protocol):
 
 
 class Storage(Protocol):
-    """One persist_dir. Names are relative to it, with `/` between their parts. Absence is None, never an error."""
+    """Accesses one persist_dir. Names are relative to it, with `/` between their parts. Absence is None, never an
+    error.
+    """
 
     root: str
 
     def stage(self, step: int, attempt: str) -> Stage:
-        """Makes room for an attempt at a step; the same again for every node that asks."""
+        """Make the place for an attempt at a step. Every node that asks gets the same place."""
 
     def open_write(self, name: str) -> Writer:
-        """A new file. Readers see it whole or not at all only once the stage it lies in was committed."""
+        """Open a new file. Readers can rely on it only once its stage is committed."""
 
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes | None:
-        """The bytes from `offset` on; fewer than `length` only where the file ends."""
+        """Return the bytes from `offset` on; fewer than `length` only at the end of the file."""
 
     def list(self, name: str = "") -> dict[str, Entry] | None:
-        """What lies in a directory, by name. None: there is no such directory."""
+        """List a directory, by name. None: there is no such directory."""
 
     def commit(self, stage: Stage, step: int, marker: bytes) -> None:
-        """Makes the stage the checkpoint of its step, in place of an older one: in one moment, and durably."""
+        """Make the stage the checkpoint of its step, in place of an older one: atomically and durably."""
 
     def put(self, name: str, content: bytes) -> None:
-        """A small file, whole or not at all, over what was there; durable."""
+        """Replace a small file, atomically and durably."""
 
     def point_latest(self, name: str) -> None:
-        """`latest` names this step from now on. It is durable already."""
+        """Let `latest` name this step, which is durable already."""
 
     def latest(self) -> str | None:
-        """The name that `latest` points to; it may be gone."""
+        """Return the name that `latest` points to. It may not exist any more."""
 
     def set_aside(self, name: str) -> str:
-        """Give what lies there, a file or a directory, another name, and return that."""
+        """Give a file or a directory another name, and return that name."""
 
     def remove(self, name: str) -> None:
-        """A directory or file. From the first moment on it is no checkpoint any more; then its bytes go."""
+        """Delete a directory or file. First it stops being a checkpoint, then its bytes are removed."""
 
 
 def is_url(persist_dir: str) -> bool:
@@ -83,7 +84,7 @@ def is_url(persist_dir: str) -> bool:
 
 
 def open_storage(persist_dir: str) -> Storage:
-    """Creates nothing yet. ConfigError where no kind of storage has such names."""
+    """Choose the kind of storage. Creates nothing yet. ConfigError if no kind of storage has such names."""
     if is_url(persist_dir):
         from flashckpt.persist.remote import RemoteStorage
 

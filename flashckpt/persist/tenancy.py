@@ -1,7 +1,7 @@
-"""Whose persist_dir is, and which of its steps are this job's. Anything else there is left alone. No torch.
+"""Decides which job owns persist_dir, and which of its steps are this job's. Everything else is left alone. No torch.
 
-The directory's identity (`flashckpt.json`) names its job from the first flush on. In a directory from before there were
-identities, the step that `latest` names decides. A step belongs to the job that its meta.json names.
+The directory's identity (`flashckpt.json`) names its job from the first flush on. In a directory of an earlier version
+without an identity, the step that `latest` names decides. A step belongs to the job that its meta.json names.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _OTHER_WAYS = (
 
 @dataclass(frozen=True, slots=True)
 class DirectoryIdentity:
-    """Whose directory it is."""
+    """Names the job that the directory belongs to."""
 
     job: str
     created: float  # seconds since 1970, for people
@@ -51,7 +51,7 @@ class DirectoryIdentity:
 
 @dataclass(frozen=True, slots=True)
 class Tenancy:
-    """What lies in persist_dir, as one job sees it."""
+    """Describes persist_dir as one job sees it."""
 
     job: str
     root: str
@@ -66,7 +66,7 @@ class Tenancy:
         return self.owner is not None and self.owner != self.job
 
     def why_foreign(self) -> str:
-        """Whose it is; only where `is_others`."""
+        """Say whose directory it is. Call only if `is_others`."""
         theirs = [one for one in self.foreign if one.writer == self.owner]
         newest = f" (newest: {theirs[-1].name})" if theirs else ""
         return f"{self.root} belongs to job {self.owner!r}{newest}, this is job {self.job!r}"
@@ -77,7 +77,7 @@ def look_around(storage: Storage, job: str) -> Tenancy:
     try:
         identity = read_identity(storage)
     except CorruptShardError as error:
-        _log.warning("%s; the steps say whose they are, and the next flush writes it anew", error.message)
+        _log.warning("%s; each step's meta.json is used instead, and the next flush writes it anew", error.message)
         identity = None
     steps = list_steps(storage)
     owner = identity.job if identity is not None else _owner_by_steps(storage, steps, job)
@@ -86,8 +86,9 @@ def look_around(storage: Storage, job: str) -> Tenancy:
 
 
 def is_ours(one: Persisted, job: str, owner: str | None) -> bool:
-    """Return True for a step of this job. A damaged step of flashckpt's belongs to the directory's owner, an imported
-    one to whoever's directory a person put it in."""
+    """Return True for a step of this job. A damaged step of flashckpt's belongs to the directory's owner; an imported
+    step belongs to the owner of the directory that a person put it in.
+    """
     return one.is_imported or one.writer == job or (one.writer == "" and owner == job)
 
 
@@ -100,7 +101,7 @@ def _owner_by_steps(storage: Storage, steps: Iterable[Persisted], job: str) -> s
 
 
 def read_identity(storage: Storage) -> DirectoryIdentity | None:
-    """CorruptShardError where the file is not what flashckpt writes."""
+    """Read the identity. CorruptShardError if the file is not what flashckpt writes."""
     data = storage.read(IDENTITY, 0, _MAX_IDENTITY_BYTES)
     if data is None:
         return None
@@ -114,7 +115,7 @@ def read_identity(storage: Storage) -> DirectoryIdentity | None:
 
 
 def claim(storage: Storage, tenancy: Tenancy) -> None:
-    """Write down whose directory it is, where that is not said yet. Call after `check_flush`."""
+    """Write the identity, if there is none yet. Call after `check_flush`."""
     if tenancy.identity is None or tenancy.is_others:
         content = {"schema": _SCHEMA, "job": tenancy.job, "created": time.time()}
         storage.put(IDENTITY, json.dumps(content).encode() + b"\n")
@@ -124,7 +125,9 @@ def claim(storage: Storage, tenancy: Tenancy) -> None:
 
 
 def enter(storage: Storage, spec: FlushSpec) -> None:
-    """Before a flush writes anything: refuse what is not this job's, and what would land below a mount point."""
+    """Check, before a flush writes anything, that it touches only this job's files and does not write below a mount
+    point.
+    """
     check_place(spec.settings.directory)
     tenancy = look_around(storage, spec.job)
     if not spec.coordinates:
@@ -135,7 +138,7 @@ def enter(storage: Storage, spec: FlushSpec) -> None:
 
 
 def check_place(persist_dir: str) -> None:
-    """PersistError where persist_dir is no directory, or its file system is not mounted. Nothing is made."""
+    """Raise PersistError if persist_dir is no directory, or if its file system is not mounted. Creates nothing."""
     if is_url(persist_dir):
         return
     try:
@@ -164,8 +167,9 @@ def check_place(persist_dir: str) -> None:
 
 
 def why_emptied(tenancy: Tenancy, known: int | None) -> str:
-    """Why nothing of this job lies there although this node remembers that it persisted step `known`; "" = it is as it
-    should be."""
+    """Return why nothing of this job is there although this node remembers that it persisted step `known`; "" = nothing
+    is missing.
+    """
     if known is None or tenancy.ours or (tenancy.identity is not None and tenancy.identity.job != tenancy.job):
         return ""
     return f"{tenancy.root}: this job persisted step {known} there, and none of its steps is there now"
@@ -178,16 +182,17 @@ EMPTIED_HINT = (
 
 
 def check_mounted(tenancy: Tenancy, known: int | None) -> None:
-    """PersistError where a flush would write below a mount point. A directory with an identity is the right one."""
+    """Raise PersistError if a flush would write below a mount point. A directory with an identity is the right one."""
     emptied = why_emptied(tenancy, known)
     if emptied and tenancy.identity is None:
         raise PersistError(emptied, hint=EMPTIED_HINT)
 
 
 def check_flush(storage: Storage, tenancy: Tenancy, step: int, known: int | None, *, overwrite: bool) -> None:
-    """Raise where a flush of `step` would touch what is not this job's, or land below a mount point. Writes nothing.
+    """Raise if a flush of `step` would touch what is not this job's, or would write below a mount point. Writes
+    nothing.
 
-    `latest` that is something else than a link is an UnsafeDirectoryError.
+    Raises UnsafeDirectoryError if `latest` is not a link.
     """
     check_mounted(tenancy, known)
     latest = storage.latest()
@@ -215,7 +220,7 @@ def check_flush(storage: Storage, tenancy: Tenancy, step: int, known: int | None
 
 
 def whose(one: Persisted) -> str:
-    """For a message."""
+    """Name the owner of a step for a message."""
     if one.writer is None:
         return "another program"
     return f"job {one.writer!r}" if one.writer else "an unknown job (its meta.json is damaged)"
@@ -231,7 +236,7 @@ def _latest(storage: Storage) -> str | None:
     try:
         return storage.latest()
     except OSError:
-        return None  # a flush says what is wrong with it
+        return None  # a flush reports what is wrong with it
 
 
 # --- mounts -----------------------------------------------------------------------------------------------------------
@@ -255,7 +260,7 @@ def _lacking_mount(persist_dir: str) -> str | None:
 
 
 def mount_that_lacks(path: str, fstab: str, mounted: Collection[str]) -> str | None:
-    """The mount point that fstab names for `path` and where nothing is mounted. Pure."""
+    """Return the mount point that fstab names for `path` if nothing is mounted there. Pure."""
     for line in fstab.splitlines():
         fields = line.split()
         if len(fields) < 4 or fields[0].startswith("#") or "noauto" in fields[3].split(","):

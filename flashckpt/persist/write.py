@@ -1,8 +1,8 @@
-"""The files of a persisted step, written from sealed shards: every chunk is verified before a byte of it leaves.
+"""Writes the files of a persisted step from sealed shards. Every chunk is verified before a byte of it is written.
 
-A tensor's part is a `torch.save` blob at an offset of a data file, a value another one: what DCP's own reader expects.
-The bytes of a tensor go through in tiles, so that each is still in the processor's cache when it is checksummed and
-written (persist/frame.py has what stands around them).
+A tensor's part is a `torch.save` blob at an offset of a data file, and so is a value: DCP's own reader expects this.
+The bytes of a tensor are copied in tiles, so that each tile is still in the processor's cache when it is checksummed
+and written. persist/frame.py makes what is around them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ _TILE_BYTES = 1 << 20
 
 
 class Scratch:
-    """Memory that one region after the other is read into: faulting in new pages for each costs more than the copy."""
+    """Holds memory into which one region after the other is read: faulting in new pages for each costs more than the
+    copy.
+    """
 
     def __init__(self) -> None:
         self._buffer = np.empty(0, dtype=np.uint8)
@@ -53,12 +55,12 @@ class Scratch:
             return torch.empty(sizes, dtype=dtype)
         if len(self._buffer) < size_bytes:
             self._buffer = np.empty(size_bytes, dtype=np.uint8)
-        # IMPORTANT: a storage of its own, exactly as long as the region: torch.save writes whole storages.
+        # IMPORTANT: a storage of its own, exactly as long as the region, because torch.save writes whole storages.
         return torch.frombuffer(self._buffer, dtype=torch.uint8, count=size_bytes).view(dtype).view(sizes)
 
 
 class Shard:
-    """One sealed shard, open. Owns its descriptor."""
+    """Reads one sealed shard. Owns its descriptor."""
 
     def __init__(self, fd: int, shard: ShardId, job: str) -> None:
         self.fd = fd
@@ -81,14 +83,14 @@ class Shard:
         )
 
     def tiles(self, item: TensorItem, scratch: Scratch) -> Iterator[memoryview]:
-        """The bytes of the region in order, verified. Each tile lies in `scratch`, until the next one."""
+        """Yield the bytes of the region in order, verified. Each tile is in `scratch` until the next one is read."""
         entry = item.entry
         sources, _, length = runs(item.box, entry.box, item.box, ITEMSIZE[entry.dtype])
-        if length < item.size_bytes:  # many small runs: once through for all of them
+        if length < item.size_bytes:  # many small runs: read all of them at once
             whole = self.read(item, scratch).view(-1).view(torch.uint8).numpy().data
             yield from (whole[start : start + _TILE_BYTES] for start in range(0, len(whole), _TILE_BYTES))
             return
-        # Along the chunks, which are verified as wholes: none is read twice.
+        # Cut at chunks, which are verified completely, so that none is read twice.
         step = max(_TILE_BYTES, self.header.chunk_bytes)
         start = int(sources[0]) + entry.offset_bytes
         end = start + length
@@ -100,7 +102,7 @@ class Shard:
             start = stop
 
     def read(self, item: TensorItem, scratch: Scratch) -> torch.Tensor:
-        """The region, verified. It lies in `scratch`, until the next one."""
+        """Read the region, verified. It is in `scratch` until the next one is read."""
         entry = item.entry
         tensor = scratch.tensor(item.box.sizes, getattr(torch, entry.dtype), item.size_bytes)
         if item.box.volume:
@@ -145,10 +147,10 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Where one part of the checkpoint lies."""
+    """Says where one part of the checkpoint is."""
 
     key: str
-    offsets: tuple[int, ...] | None  # of the region in the tensor; None: a value
+    offsets: tuple[int, ...] | None  # offset of the region in the tensor; None: a value
     file: str
     offset_bytes: int
     length_bytes: int
@@ -157,7 +159,7 @@ class Placed:
 
 @dataclass(slots=True)
 class WrittenFiles:
-    """What one node wrote."""
+    """Describes what one node wrote."""
 
     files: dict[str, FileInfo] = field(default_factory=dict)
     placed: list[Placed] = field(default_factory=list)
@@ -174,9 +176,9 @@ def write_files(
     concurrency: int,
     progress: Callable[[int], None],
 ) -> WrittenFiles:
-    """Writes what comes from these shards. All files are durable when this returns.
+    """Write what comes from these shards. All files are durable when this returns.
 
-    Where one file fails the others are not begun, and the first error is raised.
+    If one file fails, no other is begun, and the first error is raised.
     """
     jobs: list[tuple[str, Shard, list[TensorItem | ValueItem]]] = []
     parts = max(1, -(-concurrency // max(1, len(shards))))
@@ -194,7 +196,7 @@ def write_files(
             for name, shard, items in jobs
         ]
         try:
-            # IMPORTANT: every result is asked for, so that no thread's error is lost.
+            # IMPORTANT: get every result, so that no thread's error is lost.
             for (name, _, _), one in zip(jobs, running, strict=True):
                 result.files[name], placed = one.result()
                 result.placed += placed
@@ -252,8 +254,9 @@ def _write_tensor(stream: _Stream, shard: Shard, item: TensorItem, scratch: Scra
 
 
 def storable(dtype: torch.dtype) -> torch.dtype:
-    """The dtype, or that of its bytes where torch.save does not know it (int2, say): our own reader takes them back,
-    and plain DCP reads everything else."""
+    """Return the dtype, or uint8 if torch.save does not know it (e.g. int2). Our own reader restores such a tensor, and
+    plain DCP reads everything else.
+    """
     return dtype if _torch_saves(dtype) else torch.uint8
 
 
@@ -270,7 +273,7 @@ def _torch_saves(dtype: torch.dtype) -> bool:
 
 
 class _Stream(io.RawIOBase):
-    """What torch.save writes to: counts, checksums and throttles."""
+    """Receives what torch.save writes: counts, checksums and throttles."""
 
     def __init__(self, file: Writer, throttle: Throttle, progress: Callable[[int], None]) -> None:
         super().__init__()
@@ -278,8 +281,8 @@ class _Stream(io.RawIOBase):
         self._throttle = throttle
         self._progress = progress
         self.position = 0
-        self.crc32c = 0  # of the whole file
-        self.part_crc32c = 0  # of what was written since somebody set it to 0
+        self.crc32c = 0  # counts for the whole file
+        self.part_crc32c = 0  # counts what was written since it was last set to 0
 
     def writable(self) -> bool:
         return True
@@ -298,7 +301,7 @@ class _Stream(io.RawIOBase):
 
 
 def _buckets(items: Sequence[TensorItem], count: int) -> list[list[TensorItem]]:
-    """As equal in bytes as the largest ones allow; the order within each stays."""
+    """Deal out the sizes so that the bytes are as equal as the largest ones allow; the order within each part stays."""
     sizes = [0] * count
     chosen: dict[int, int] = {}
     for index in sorted(range(len(items)), key=lambda index: -items[index].size_bytes):

@@ -77,7 +77,7 @@ def abandoned_by(
 class Tally:
     """What the coordinator knows of one generation."""
 
-    reports: dict[int, Report] = field(default_factory=dict)  # rank → its report, if enough others hold the shard
+    reports: dict[int, Report] = field(default_factory=dict)  # rank → its node's report, if enough others hold it
     sealed: dict[int, float] = field(default_factory=dict)  # rank → when its node last reported that it has the shard
 
 

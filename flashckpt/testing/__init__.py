@@ -1,4 +1,4 @@
-"""Aids for testing a job that uses flashckpt: several nodes on one machine, and a network that misbehaves."""
+"""Helps to test a job that uses flashckpt: several nodes on one machine, and a network that misbehaves."""
 
 from flashckpt.testing.cluster import Cluster
 from flashckpt.testing.launch import Launch, Process

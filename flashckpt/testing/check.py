@@ -1,4 +1,4 @@
-"""What must hold of the memory of all nodes together, once nothing moves: found problems, in words."""
+"""Checks what must hold of the memory of all nodes together, once nothing moves. Returns problems, in words."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _BLOCK_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """One sealed file of a shard on one node."""
+    """Describes one sealed file of a shard on one node."""
 
     node: str
     store: SlotStore
@@ -38,8 +38,11 @@ class _Copy:
 def find_problems(
     job: str, memory: Mapping[str, str], owners: Mapping[int, Sequence[str]], wiped: Mapping[str, int] | None = None
 ) -> list[str]:
-    """`memory`: each node's memory directory. `owners`: for a number of ranks, the node of each, where known. `wiped`:
-    when nodes lost their memory, in milliseconds, as epochs count."""
+    """Check all nodes.
+
+    `memory` maps each node to its memory directory. `owners` maps a number of ranks to the node of each rank, if it is
+    known. `wiped` says when nodes lost their memory, in milliseconds, as epochs count.
+    """
     problems: list[str] = []
     copies: dict[ShardId, list[_Copy]] = defaultdict(list)
     records: set[Record] = set()
@@ -70,7 +73,7 @@ def find_problems(
 
 
 def newest_in_force(records: Collection[Record], line: Line | None) -> Record | None:
-    """The record that a load would have to honour."""
+    """Return the record that a load would have to honour."""
     living = [one for one in records if line is None or not line.kills(one.generation)]
     return max(living, key=_age, default=None)
 
@@ -81,8 +84,9 @@ def broken_promises(
     owners: Sequence[str],
     lost: Collection[str] = (),
 ) -> list[str]:
-    """Every rank's shard has to be on its own node and on as many others as the record says; on any as many where its
-    own has lost its memory since."""
+    """Check that every rank's shard is on its own node and on as many others as the record says. If its own node has
+    lost its memory since, it must be on that many nodes, whichever they are.
+    """
     problems = []
     for rank in range(record.world):
         found = next((nodes for shard, nodes in holders.items() if _is_of(shard, record, rank)), ())
@@ -104,12 +108,12 @@ def _is_of(shard: ShardId, record: Record, rank: int) -> bool:
 
 
 def _age(record: Record) -> tuple[int, int, int]:
-    # As everywhere else: lines bury what a rollback left above it.
+    # As everywhere else, the line decides: what a rollback left above it does not count.
     return record.generation.step, record.generation.epoch, record.generation.seq
 
 
 def _strangers(job: str, directory: str) -> list[str]:
-    """Entries of the memory directory that are not the job's."""
+    """Return entries of the memory directory that are not the job's."""
     expected = job_directory_name(job)
     try:
         return [f"{name}: expected only {expected}" for name in sorted(os.listdir(directory)) if name != expected]
@@ -120,7 +124,7 @@ def _strangers(job: str, directory: str) -> list[str]:
 
 
 def _examine(job: str, held: list[_Copy]) -> list[str]:
-    """All copies of one shard: each whole in itself, and all of them alike."""
+    """Check all copies of one shard: each one by itself, and that all are alike."""
     problems = [f"{copy.node}: {reason}" for copy in held if (reason := _verify(job, copy))]
     first = held[0]
     problems += [
@@ -152,7 +156,7 @@ def _verify(job: str, copy: _Copy) -> str:
 
 
 def _compare(one: _Copy, other: _Copy) -> str:
-    """ "" where they are the same, to the last byte."""
+    """Return "" if the copies are equal to the last byte."""
     with contextlib.ExitStack() as stack:
         try:
             files = [stack.enter_context(open(copy.store.open_shard(copy.sealed), "rb")) for copy in (one, other)]

@@ -1,4 +1,4 @@
-"""Several nodes on one machine, to test what happens when machines, links and processes fail."""
+"""Runs several nodes on one machine, to test what happens when machines, links and processes fail."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ _CHECK_SECONDS = 0.05
 
 
 class Cluster:
-    """A context manager. Whatever was started in it, by whomever, is gone when it ends, however it ends.
+    """Runs several nodes. A context manager: when it ends, for whatever reason, everything that was started in it is
+    gone.
 
-    `loopback`: nodes differ by `FLASHCKPT_NODE_ID` and `FLASHCKPT_MEMORY_DIR` only; anybody can run it.
-    `netns`: each node has a network of its own (address, link that can be cut and limited), a host name and a
-    tmpfs of `memory_bytes`; needs root. See `Cluster.available`.
+    `loopback`: nodes differ by `FLASHCKPT_NODE_ID` and `FLASHCKPT_MEMORY_DIR` only; any user can run it.
+    `netns`: each node has its own network (address, link that can be cut and limited), host name and tmpfs of
+    `memory_bytes`; this needs root. See `Cluster.available`.
     """
 
     def __init__(
@@ -51,7 +52,9 @@ class Cluster:
         job: str = "cluster",
         memory_root: Path = places.MEMORY_ROOT,
     ) -> None:
-        """`memory_bytes` gives each node a tmpfs of that size (root); else loopback nodes share `memory_root`."""
+        """`memory_bytes` gives each node a tmpfs of that size (needs root); without it, loopback nodes share
+        `memory_root`.
+        """
         if not 1 <= nodes <= MAX_HOSTS:
             raise ConfigError(f"nodes: expected 1 to {MAX_HOSTS}, found {nodes}")
         self.ranks_per_node = [ranks_per_node] * nodes if isinstance(ranks_per_node, int) else list(ranks_per_node)
@@ -79,7 +82,7 @@ class Cluster:
 
     @staticmethod
     def available(kind: Kind) -> str:
-        """Why a cluster of this kind can't be had here; "" if it can."""
+        """Return why a cluster of this kind cannot run here; "" if it can."""
         return netns.unavailable() if kind == "netns" else ""
 
     def __enter__(self) -> Cluster:
@@ -96,7 +99,7 @@ class Cluster:
         return self._count
 
     def start_nodes(self) -> None:
-        """What entering the `with` block does. Also removes what crashed runs left behind."""
+        """Do what entering the `with` block does. Also removes what crashed runs left behind."""
         if self._is_up:
             raise ConfigError("cluster: expected one that is down, found one that is up")
         reason = self.available("netns" if self._memory_bytes is not None else self.kind)
@@ -109,7 +112,7 @@ class Cluster:
             )
         places.sweep(self._memory_root)
         self._is_up = True
-        atexit.register(self.close)  # also where nobody ever leaves the block
+        atexit.register(self.close)  # also if the block is never left
         try:
             self._set_up()
         except BaseException:
@@ -117,12 +120,12 @@ class Cluster:
             raise
 
     def close(self) -> None:
-        """Kills everything, unmounts, deletes. May be called twice."""
+        """Kill all processes, unmount, delete. May be called twice."""
         if not self._is_up:
             return
         atexit.unregister(self.close)
         self._is_up = False
-        # Every step runs, also after one that raised or was interrupted; the error is raised in the end.
+        # Every step runs, also after one that raised or was interrupted; the error is raised at the end.
         self._cleanup.close()
         self.nodes, self.launches = [], []
 
@@ -174,12 +177,12 @@ class Cluster:
         endpoint: str = "",
         environment: Mapping[str, str] | None = None,
     ) -> Launch:
-        """A real torchrun on each node; ranks are numbered in the order of the nodes. Does not wait.
+        """Start a real torchrun on each node; ranks are numbered in the order of the nodes. Does not wait.
 
-        `nodes`: all of them by default, the first so many, or these. `nproc_per_node`: the cluster's by default.
-        `script` is a file, or `-m` with the module as first argument. `elastic`: the fewest and the most nodes that
-        the launch may have; `join`: the launch of that kind that these nodes come to. `endpoint`: host:port of a
-        rendezvous that somebody else keeps; by default the first node does.
+        `nodes`: all nodes by default, a number of them from the first, or a list. `nproc_per_node`: the cluster's by
+        default. `script` is a file, or `-m` with the module as first argument. `elastic`: the fewest and the most nodes
+        that the launch may have. `join`: the elastic launch that these nodes join. `endpoint`: host:port of a
+        rendezvous that another process runs; by default the first node runs it.
         """
         nodes, counts = self._who(nodes, nproc_per_node)
         mark = secrets.token_hex(8) if join is None else join.mark
@@ -216,7 +219,7 @@ class Cluster:
         nproc_per_node: int | Sequence[int] | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> Launch:
-        """As torchrun, but starts the ranks itself, which is several seconds quicker. Does not wait."""
+        """Start the ranks as torchrun would, but directly, which is several seconds quicker. Does not wait."""
         nodes, counts = self._who(nodes, nproc_per_node)
         mark = secrets.token_hex(8)
         common = {
@@ -251,7 +254,7 @@ class Cluster:
         environment: Mapping[str, str] | None = None,
         max_restarts: int = 0,
     ) -> Trainers:
-        """Starts the ranks of flashckpt.testing.trainer, which save and load on command. Does not wait."""
+        """Start the ranks of flashckpt.testing.trainer, which save and load on command. Does not wait."""
         directory = self.scratch / f"trainers-{secrets.token_hex(4)}"
         arguments = Trainers.prepare(directory, config or {}, mebibytes)
         module = ["-m", "flashckpt.testing.trainer", *arguments]
@@ -275,7 +278,7 @@ class Cluster:
             raise ClosedError("cluster: used outside of its `with` block")
         if isinstance(nodes, int) and not 1 <= nodes <= len(self.nodes):
             raise ConfigError(f"nodes: expected 1 to {len(self.nodes)} of them, found {nodes}")
-        # None as the end of a slice: all of them.
+        # None as the end of a slice means all nodes.
         chosen = self.nodes[:nodes] if nodes is None or isinstance(nodes, int) else list(nodes)
         if nproc_per_node is None:
             counts = [node.ranks for node in chosen]
@@ -296,9 +299,9 @@ class Cluster:
     # --- looking --------------------------------------------------------------------------------------------
 
     def check(self, *, timeout: float = 0.0) -> list[str]:
-        """What should never be, on any node, in words; empty when all is well. Meant for a quiet moment.
+        """Return what should never be, on any node, in words; empty if all is well. Call it when nothing moves.
 
-        With `timeout` it looks again until all is well or the time is over: for what is still being finished.
+        With `timeout` it checks again until all is well or the time is over: for what is still being finished.
         """
         deadline = time.monotonic() + timeout
         while True:
@@ -312,7 +315,7 @@ class Cluster:
             time.sleep(_CHECK_SECONDS)
 
     def _owners_by_world(self) -> dict[int, tuple[str, ...]]:
-        """Names of the nodes that ranks ran on, where all launches with as many ranks agree on that."""
+        """Return the names of the nodes that ranks ran on, if all launches of the same world agree on that."""
         if any(launch.is_elastic for launch in self.launches):
             return {}
         layouts: dict[int, set[tuple[str, ...]]] = {}

@@ -1,4 +1,4 @@
-"""What a node stands on: an address, a link and a way to start processes there. One implementation a kind."""
+"""Defines what a node runs on: an address, a link and a way to start processes. One implementation per kind."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ _handed_out: set[int] = set()
 
 
 class Host(Protocol):
-    """The whole of what Node and Cluster need from a kind of cluster."""
+    """Says what Node and Cluster need from a kind of cluster."""
 
     @property
     def address(self) -> str:
-        """What other nodes reach this one at."""
+        """Return the address at which other nodes reach this one."""
 
     def rendezvous_address(self, position: int) -> str:
-        """The address of the node that comes at `position` in a launch; torchrun numbers nodes by these texts."""
+        """Return the address of the node at `position` in a launch; torchrun numbers nodes by these texts."""
 
     @property
     def interface(self) -> str: ...
 
     def wrap(self, argv: list[str]) -> list[str]:
-        """The command that runs `argv` on this host, in place of itself: same pid."""
+        """Return the command that runs `argv` on this host, in place of itself: same pid."""
 
     def contains(self, seen: Seen) -> bool:
-        """Whether the process is on this host for certain. False also where the host can't tell."""
+        """Return True if the process is certainly on this host. False also if the host cannot tell."""
 
     def free_port(self) -> int:
-        """A TCP port that nobody listens on right now."""
+        """Return a TCP port on which nobody listens right now."""
 
     def rename(self, name: str) -> None: ...
 
     def cut(self, peer: Host | None, direction: Direction) -> None:
-        """Packets vanish without a word; nobody gets an error."""
+        """Drop packets; neither end gets an error."""
 
     def heal(self) -> None:
-        """Undoes every cut of this host."""
+        """Undo every cut of this host."""
 
     def rate(self, mbit: float | None) -> None: ...
 
@@ -55,13 +55,13 @@ class Host(Protocol):
 
 
 class LoopbackHost:
-    """This very machine. Nodes differ by name and memory directory only."""
+    """Runs nodes on this machine itself. They differ by name and memory directory only."""
 
     interface = "lo"
     address = "127.0.0.1"
 
     def rendezvous_address(self, position: int) -> str:
-        return f"127.0.0.{FIRST_HOST + position}"  # the whole of 127/8 is this machine
+        return f"127.0.0.{FIRST_HOST + position}"  # all of 127/8 is this machine
 
     def wrap(self, argv: list[str]) -> list[str]:
         return argv
@@ -90,9 +90,10 @@ class LoopbackHost:
 
 
 def free_port(pid: int | str) -> int:
-    """A port that nobody listens on in the network namespace of `pid`.
+    """Return a port on which nobody listens in the network namespace of `pid`.
 
-    Below the range that the kernel gives to clients, and each only once: it is bound seconds later, by a trainer.
+    It is below the range that the kernel gives to clients, and each port is given out only once, because a trainer
+    binds it seconds later.
     """
     taken = _handed_out | _listening(f"/proc/{pid}/net/tcp") | _listening(f"/proc/{pid}/net/tcp6")
     port = secrets.choice([port for port in range(20000, 30000) if port not in taken])

@@ -1,4 +1,4 @@
-"""Processes of a cluster that can be waited for: single ones, and all the trainers of one start of the job."""
+"""Runs processes of a cluster that can be waited for: single ones, and all the trainers of one start of the job."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
     from flashckpt.testing.node import Node
 
-# In the environment of every process of a launch. Agents do not have it: they outlive the launch.
+# In the environment of every process of a launch. Agents do not have it, because they outlive the launch.
 LAUNCH_MARK = "TESTING_CLUSTER_LAUNCH"
 _TAIL_BYTES = 4000
 
 
 class Process:
-    """One process that was started on a node. What it says goes to a file."""
+    """Runs one process on a node. Its output goes to a file."""
 
     def __init__(self, argv: Sequence[str], environment: Mapping[str, str], log_path: Path, what: str) -> None:
         self.what = what
@@ -42,7 +42,7 @@ class Process:
 
     @property
     def returncode(self) -> int | None:
-        """None while it runs; minus the signal's number where one ended it."""
+        """Return None while it runs, and minus the signal's number if a signal ended it."""
         return self._popen.poll()
 
     @property
@@ -54,7 +54,7 @@ class Process:
         return self.output[-_TAIL_BYTES:]
 
     def wait(self, timeout: float) -> int:
-        """The exit code. DeadlineError, with the end of the output, where it runs on."""
+        """Wait for the exit code. The DeadlineError has the end of the output."""
         try:
             return self._popen.wait(timeout)
         except subprocess.TimeoutExpired as error:
@@ -63,8 +63,8 @@ class Process:
             ) from error
 
     def kill(self) -> None:
-        """SIGKILL to it and its process group, and waits. A launcher's workers may be in groups of their own."""
-        # Once it is reaped, its number may be somebody else's.
+        """Kill it and its process group with SIGKILL, and wait. A launcher's workers may be in groups of their own."""
+        # Once it is reaped, its pid may belong to another process.
         if self._popen.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -72,27 +72,27 @@ class Process:
 
 
 class Launch:
-    """One start of the job: the processes that were started for it, and whatever these started."""
+    """Holds the processes of one start of the job, and whatever these started."""
 
     def __init__(self, mark: str, nodes: Sequence[Node], started: Sequence[Process], owners: Sequence[Node]) -> None:
         self.mark = mark
         self.nodes = tuple(nodes)
         self.processes = tuple(started)
         self.owners = tuple(owners)  # by rank: the node it runs on
-        self.endpoint = ""  # where torchrun's rendezvous is, if torchrun started it
-        self.is_elastic = False  # torchrun numbers the ranks anew when nodes come and go
+        self.endpoint = ""  # address of torchrun's rendezvous, if torchrun started the launch
+        self.is_elastic = False  # torchrun renumbers the ranks when nodes come and go
 
     @property
     def world(self) -> int:
         return len(self.owners)
 
     def wait(self, timeout: float) -> list[int]:
-        """The exit codes of all processes, in the order of their start."""
+        """Return the exit codes of all processes, in the order of their start."""
         deadline = time.monotonic() + timeout
         return [process.wait(max(0.0, deadline - time.monotonic())) for process in self.processes]
 
     def kill(self) -> None:
-        """SIGKILL to every process of the launch, on all nodes; agents stay."""
+        """Kill every process of the launch with SIGKILL, on all nodes; agents stay."""
         spared = {pid for node in self.nodes for pid in node.agent_pids()}
         mark = f"{LAUNCH_MARK}={self.mark}".encode()
         processes.kill_all(

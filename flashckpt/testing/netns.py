@@ -1,12 +1,12 @@
-"""Nodes with a network of their own: a network and host-name namespace each, on a bridge in a namespace apart.
+"""Gives nodes a network of their own: a network and host-name namespace each, on a bridge in a separate namespace.
 
     switch ── bridge ─┬─ port0 ═ veth ═ eth0 ── node 0   10.77.0.11, fd77::11
                       └─ port1 ═ veth ═ eth0 ── node 1   10.77.0.12, fd77::12
 
 The bridge is not in the machine's own network, so nothing there can collide with it, and two clusters do not see
-each other. No namespace has a name: each lives as long as its keeper (a process that waits for the end of a pipe
-that we hold) or another process in it. When we die, even by SIGKILL, the keepers end, and the kernel takes links,
-bridge and rates away with the namespaces.
+each other. No namespace has a name. Each lives as long as its keeper (a process that waits for the end of a pipe
+that we hold) or another process in it. When we die, even by SIGKILL, the keepers end, and the kernel removes links,
+bridge and rates with the namespaces.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _TOOLS = ("ip", "tc", "unshare", "nsenter", "mount", "umount")
 _BRIDGE = "switch0"
-# Every node takes this hardware address for somebody else's: frames to it reach no one.
+# No node has this hardware address: frames to it reach no one.
 _NOWHERE = "02:00:00:00:00:00"
 _TRIAL = f"""
 ip link add name {_BRIDGE} type bridge && ip link add name a type veth peer name b &&
@@ -37,7 +37,7 @@ mount -t tmpfs tmpfs /mnt
 
 @functools.cache
 def unavailable() -> str:
-    """Why this machine can't have such nodes; "" if it can. Tries it out, and leaves nothing behind."""
+    """Return why this machine cannot have such nodes; "" if it can. Makes one as a trial, and leaves nothing behind."""
     if os.geteuid() != 0:
         return f"network namespaces need root, found uid {os.geteuid()}"
     missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
@@ -50,7 +50,7 @@ def unavailable() -> str:
 
 
 class Namespace:
-    """A network and host-name namespace that ends with this object, or with this process."""
+    """Holds a network and host-name namespace that ends with this object, or with this process."""
 
     def __init__(self, name: str) -> None:
         script = 'hostname "$0" && echo ready && exec cat'
@@ -58,7 +58,7 @@ class Namespace:
             ["unshare", "--net", "--uts", "sh", "-c", script, name],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for us; the keeper goes last
+            start_new_session=True,  # Ctrl-C is for us; the keeper ends last
         )
         self.pid = self._keeper.pid
         output = self._keeper.stdout
@@ -71,7 +71,7 @@ class Namespace:
         return ["nsenter", f"--target={self.pid}", "--net", "--uts", "--", *argv]
 
     def ip(self, *lines: str) -> None:
-        """Commands of `ip`, in one process; the first that fails raises."""
+        """Run commands of `ip` in one process; the first that fails raises."""
         self._do(["ip", "-batch", "-"], "\n".join(lines) + "\n")
 
     def tc(self, line: str) -> None:
@@ -81,7 +81,7 @@ class Namespace:
         self._do(["hostname", name], "")
 
     def close(self) -> None:
-        """May be called twice."""
+        """End the namespace. May be called twice."""
         for pipe in (self._keeper.stdin, self._keeper.stdout):
             if pipe is not None:
                 pipe.close()
@@ -95,7 +95,7 @@ class Namespace:
 
 
 class Switch:
-    """The bridge that all nodes of one cluster are plugged into."""
+    """Runs the bridge that connects all nodes of one cluster."""
 
     def __init__(self) -> None:
         self.namespace = Namespace("switch")
@@ -117,7 +117,7 @@ class Switch:
 
 
 class NetnsHost:
-    """A host-name and a network namespace with one link to the switch."""
+    """Runs a host-name and a network namespace with one link to the switch."""
 
     interface = "eth0"
 
@@ -128,8 +128,8 @@ class NetnsHost:
         self._switch = switch
         self._port = f"port{index}"
         self._namespace = Namespace(name)
-        self._blind: set[str] = set()  # addresses that packets from here are lost on the way to
-        self._blinded: list[NetnsHost] = []  # peers that can't send to us, by our doing
+        self._blind: set[str] = set()  # addresses to which packets from here are lost
+        self._blinded: list[NetnsHost] = []  # peers that cannot send to us because of a cut
         self._rated = False
         try:
             switch.namespace.ip(
@@ -167,7 +167,7 @@ class NetnsHost:
                 raise ConfigError(
                     f"cut: expected a peer for direction {direction!r}, found none", hint="a whole link goes both ways"
                 )
-            # Out of the switch, with the carrier still there: nothing at either end notices.
+            # Taken out of the switch while the carrier stays: nothing at either end notices.
             self._switch.namespace.ip(f"link set dev {self._port} nomaster")
             return
         if not isinstance(peer, NetnsHost) or peer is self or peer._switch is not self._switch:
@@ -186,13 +186,13 @@ class NetnsHost:
             self._forget(address)
 
     def rate(self, mbit: float | None) -> None:
-        """Of both directions, each."""
+        """Limit each direction."""
         for namespace, device in ((self._namespace, "eth0"), (self._switch.namespace, self._port)):
             if mbit is None:
                 if self._rated:
                     namespace.tc(f"qdisc del dev {device} root")
                 continue
-            # A bucket of less than what arrives between two ticks of a slow clock would never give the full rate.
+            # A bucket smaller than what arrives between two ticks of a slow clock would never give the full rate.
             burst_kb = max(64, int(mbit * 1000 / 8 / 100))
             namespace.tc(f"qdisc replace dev {device} root tbf rate {mbit}mbit burst {burst_kb}kb latency 50ms")
         self._rated = mbit is not None

@@ -1,4 +1,4 @@
-"""One node of a cluster: where its processes and its memory are, and how it can be made to suffer."""
+"""Runs one node of a cluster: its processes, its memory, and the faults that a test can cause there."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 Which = Literal["all", "agent", "trainers"]
 _STOP_TIMEOUT = 10.0
-# Of the outer process, which may be a trainer itself.
+# Variables of the outer process, which may be a trainer itself.
 _NOT_INHERITED = (
     *("FLASHCKPT_", "TORCHELASTIC_", "GLOO_", "SLURM_", "LSB_", "PBS_"),
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_"),
@@ -36,14 +36,16 @@ _NOT_INHERITED = (
 
 
 class Node:
-    """Made by Cluster. Its name, memory and link change over time; its place in the cluster (`index`) does not."""
+    """Runs one node; Cluster makes it. Its name, memory and link change over time; its place in the cluster (`index`)
+    does not.
+    """
 
     def __init__(self, *, index: int, name: str, job: str, domain: str, ranks: int, place: Path, scratch: Path) -> None:
         self.index = index
         self.name = name
         self.job = job
         self.domain = domain
-        self.ranks = ranks  # that a launch has here unless it says otherwise
+        self.ranks = ranks  # ranks per launch, unless the launch says otherwise
         self.wiped: dict[str, int] = {}  # when its memory was lost, in milliseconds since 1970, by the name it had
         self.memory_dir = str(place / "memory")
         self._scratch = scratch
@@ -60,7 +62,9 @@ class Node:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What every process of this node gets: ours, without what an outer launcher set, and this node's settings."""
+        """Return the environment of every process of this node: ours, without what an outer launcher set, and this
+        node's settings.
+        """
         kept = {name: value for name, value in os.environ.items() if not name.startswith(_NOT_INHERITED)}
         paths = [str(Path(flashckpt.__file__).parent.parent), *filter(None, [kept.get("PYTHONPATH")])]
         settings = {"JOB": self.job, "NODE_ID": self.name, "MEMORY_DIR": self.memory_dir, "ADVERTISE": self.address}
@@ -70,22 +74,22 @@ class Node:
             **kept,
             "PYTHONPATH": os.pathsep.join(paths),
             "OMP_NUM_THREADS": "1",
-            # Else gloo looks for the address of the host's name, which no name server knows.
+            # Else gloo looks up the address of the host's name, which no name server knows.
             "GLOO_SOCKET_IFNAME": self.host.interface,
-            # torch asks for the names of addresses; where a name server is told of but not reached, that takes long.
+            # torch looks up the names of addresses, which takes long if a configured name server is not reachable.
             "RES_OPTIONS": "attempts:1 timeout:1",
             **{f"FLASHCKPT_{name}": value for name, value in settings.items()},
             **self._extra,
         }
 
     def set_environment(self, **variables: str) -> None:
-        """For processes started from now on, failpoints for example."""
+        """Set variables for processes started from now on, failpoints for example."""
         self._extra.update(variables)
 
     # --- processes ------------------------------------------------------------------------------------------
 
     def start(self, argv: Sequence[str], *, environment: Mapping[str, str] | None = None, what: str = "") -> Process:
-        """Starts a process of this node, in a session of its own."""
+        """Start a process of this node, in a session of its own."""
         what = what or f"{Path(argv[0]).name} on {self.name}"
         log_path = self._scratch / f"node{self.index}-{len(self._started)}.log"
         process = Process(self.host.wrap(list(argv)), {**self.environment, **(environment or {})}, log_path, what)
@@ -95,9 +99,9 @@ class Node:
     def run(
         self, argv: Sequence[str], *, timeout: float = 60.0, environment: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """Runs a command of this node to its end; its exit code is the caller's to look at.
+        """Run a command of this node to its end. The caller has to check the exit code.
 
-        Files take what it says, not pipes: a process that it leaves in the background would keep a pipe open.
+        The output goes to files, not pipes: a process that the command leaves in the background would keep a pipe open.
         """
         with tempfile.TemporaryFile(dir=self._scratch) as output, tempfile.TemporaryFile(dir=self._scratch) as errors:
             child = subprocess.Popen(
@@ -123,22 +127,24 @@ class Node:
             return subprocess.CompletedProcess(list(argv), child.returncode, _text(output), _text(errors))
 
     def python(self, *arguments: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
-        """This interpreter with these arguments, on this node."""
+        """Run this interpreter with these arguments, on this node."""
         return self.run([sys.executable, *arguments], timeout=timeout)
 
     def pids(self) -> list[int]:
-        """All processes of this node: started here, or by one that was, however they detached themselves."""
+        """Return all processes of this node: those started here, and their descendants, however they detached
+        themselves.
+        """
         agents = self.agent_pids()
         return [seen.pid for seen in processes.look() if seen.pid in agents or self._owns(seen)]
 
     def agent_pid(self) -> int | None:
-        """Of the agent of the cluster's job on this node; None where none runs."""
+        """Return the pid of the agent of the cluster's job on this node; None if none runs."""
         try:
             directory = open_directory(self.memory_dir, self.job, create=False)
         except NotFoundError:
             return None
         except ConfigError:
-            return None  # not even the directory of the memory directory: wiped, or not up yet
+            return None  # there is no memory directory: wiped, or not up yet
         try:
             holder = AgentLock(directory).holder()
             return None if holder is None else holder.pid
@@ -146,12 +152,12 @@ class Node:
             directory.close()
 
     def agent_pids(self) -> list[int]:
-        """As a list, for those who want to leave it alone, or only it."""
+        """Return the agent's pid as a list, for callers that spare the agent, or act on it alone."""
         pid = self.agent_pid()
         return [] if pid is None else [pid]
 
     def leftovers(self) -> list[int]:
-        """Processes that are neither the agent, nor were started here, nor have such a one above them."""
+        """Return processes that are neither the agent, nor were started here, nor descend from such a process."""
         seen = {one.pid: one for one in processes.look()}
         roots = {*self.agent_pids(), *(process.pid for process in self._started)}
         orphans = []
@@ -166,21 +172,21 @@ class Node:
     # --- faults ---------------------------------------------------------------------------------------------
 
     def kill(self) -> int:
-        """SIGKILL to all its processes, agent included; returns how many there were once they are gone."""
+        """Kill all its processes with SIGKILL, agent included. Returns how many there were, once they are gone."""
         count = processes.kill_all(self.pids, f"node {self.name}")
         for process in self._started:
             process.kill()
         return count
 
     def wipe(self) -> None:
-        """Its memory is gone. Processes that still run keep what they have mapped."""
+        """Remove its memory. Processes that still run keep what they have mapped."""
         shutil.rmtree(self.memory_dir, ignore_errors=True)
         if os.path.lexists(self.memory_dir):
-            shutil.rmtree(self.memory_dir)  # somebody wrote into it meanwhile: once more, and loudly
+            shutil.rmtree(self.memory_dir)  # a process wrote into it meanwhile: try once more, and raise if that fails
         self.wiped[self.name] = int(time.time() * 1000)
 
     def replace(self, name: str | None = None) -> None:
-        """The machine is lost, and a blank one takes its place: same rack and address, maybe another name."""
+        """Replace the machine by a blank one with the same rack and address, maybe another name."""
         self.kill()
         self.wipe()
         self.host.heal()
@@ -188,12 +194,12 @@ class Node:
             self.rename(name)
 
     def rename(self, name: str) -> None:
-        """For processes started from now on."""
+        """Change the name for processes started from now on."""
         self.host.rename(name)
         self.name = name
 
     def pause(self, which: Which = "all") -> list[int]:
-        """SIGSTOP; returns once they stand still, with their pids."""
+        """Send SIGSTOP; returns the pids once the processes have stopped."""
         pids = self._select(which)
         for pid in pids:
             processes.signal_to(pid, signal.SIGSTOP)
@@ -201,22 +207,22 @@ class Node:
         return pids
 
     def resume(self, which: Which = "all") -> list[int]:
-        """SIGCONT."""
+        """Send SIGCONT."""
         pids = self._select(which)
         for pid in pids:
             processes.signal_to(pid, signal.SIGCONT)
         return pids
 
     def cut(self, peer: Node | None = None, direction: Direction = "both") -> None:
-        """Packets are lost without an error: all of them, or those to ("out") and from ("in") one peer."""
+        """Lose packets without an error: all of them, or those to ("out") and from ("in") one peer."""
         self.host.cut(None if peer is None else peer.host, direction)
 
     def heal(self) -> None:
-        """Undoes every cut that was made at this node."""
+        """Undo every cut that was made at this node."""
         self.host.heal()
 
     def rate(self, mbit: float | None) -> None:
-        """Limits its link, in each direction; None: no limit."""
+        """Limit its link, in each direction; None: no limit."""
         if mbit is not None and not mbit > 0:
             raise ConfigError(f"rate: expected more than 0 Mbit/s or None, found {mbit}")
         self.host.rate(mbit)

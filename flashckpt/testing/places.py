@@ -1,4 +1,6 @@
-"""The directories of one cluster, named after the process that made them, so that leftovers are known as such."""
+"""Makes the directories of one cluster. Their names contain the process that made them, so that leftovers are
+recognised.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ MEMORY_ROOT = Path("/dev/shm")
 
 
 def make(parent: Path) -> Path:
-    """A directory of our own there, mode 0700."""
+    """Make a directory of our own there, with mode 0700."""
     owner = Owner.current()
     name = f"{_PREFIX}{owner.pid}-{owner.start_ticks}-{owner.boot_id8}-{owner.pid_namespace}-{secrets.token_hex(4)}"
     path = parent / name
@@ -29,28 +31,28 @@ def make(parent: Path) -> Path:
 
 
 def scratch_root() -> Path:
-    """Where logs go: not into the memory that is being tested."""
+    """Return where logs go: not into the memory that is being tested."""
     return Path(tempfile.gettempdir())
 
 
 def remove(path: Path) -> None:
-    """Unmounts what is mounted in it, and deletes it."""
+    """Unmount what is mounted in it, and delete it."""
     unmount_below(path)
     shutil.rmtree(path, ignore_errors=True)
     if path.exists():
-        # Something was still writing into it: once more, and loudly.
+        # A process was still writing into it: try once more, and raise if that fails.
         shutil.rmtree(path)
 
 
 def unmount_below(path: Path) -> None:
     inside = [mount.mount_point for mount in read_mounts() if Path(mount.mount_point).is_relative_to(path)]
     for mount_point in sorted(inside, key=len, reverse=True):
-        # Lazily: whoever still has a file there open keeps it, and we do not wait for that.
+        # Lazily: a process that still has a file open there keeps it, and we do not wait for that.
         subprocess.run(["umount", "--lazy", mount_point], check=False, capture_output=True)
 
 
 def find_stale(parent: Path) -> list[Path]:
-    """Directories of clusters of this user whose makers have exited."""
+    """Return the directories of clusters of this user whose makers have exited."""
     found = []
     for path in parent.glob(f"{_PREFIX}*"):
         match = _NAME.fullmatch(path.name)
@@ -67,12 +69,12 @@ def find_stale(parent: Path) -> list[Path]:
 
 
 def sweep(memory_root: Path = MEMORY_ROOT) -> list[Path]:
-    """Ends and removes what crashed runs left behind; returns the directories."""
+    """End and remove what crashed runs left behind. Returns the directories."""
     removed = []
     for path in (stale for parent in (memory_root, scratch_root()) for stale in find_stale(parent)):
         processes.kill_all(lambda path=path: _using(path), f"leftovers of {path}")  # type: ignore[misc]
         unmount_below(path)
-        shutil.rmtree(path, ignore_errors=True)  # two sweeps at once may meet
+        shutil.rmtree(path, ignore_errors=True)  # two clean-ups may run at once
         removed.append(path)
     return removed
 

@@ -1,7 +1,7 @@
-"""Finding and ending processes that nobody is the parent of: agents detach themselves, launchers leave orphans.
+"""Finds and ends processes that have no parent: agents detach themselves, launchers leave orphans.
 
 A process belongs to a node if its environment or an option names the node's memory directory, or if it is in the
-node's network namespace. Numbers are only ever used together with a pidfd or a fresh look, never remembered.
+node's network namespace. Pids are only used together with a pidfd or a fresh look, never remembered.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _VARIABLE, _OPTION = b"FLASHCKPT_MEMORY_DIR", b"--memory-dir"
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One process at the moment of looking. What may not be read is empty."""
+    """Describes one process at one moment. What may not be read is empty."""
 
     pid: int
     parent: int
     environment: frozenset[bytes]  # NAME=value
     arguments: tuple[bytes, ...]
-    network: int  # inode of its network namespace, 0 where it may not be read
+    network: int  # inode of its network namespace, 0 if it may not be read
 
     def names(self, path: str) -> bool:
-        """Whether it was told `path`, or something below it, as its memory directory."""
+        """Return True if its memory directory is `path`, or below it."""
         raw = os.fsencode(path)
         return any(place == raw or place.startswith(raw + b"/") for place in self._memory_dirs())
 
@@ -51,7 +51,7 @@ class Seen:
 
 
 def look() -> Iterator[Seen]:
-    """All processes that we may signal, but this one and its ancestors; zombies are left out."""
+    """List all processes that we may signal, without this one, its ancestors and zombies."""
     spared = set(_ancestors())
     for entry in _PROC.iterdir():
         if entry.name.isdigit() and int(entry.name) not in spared and (seen := _see(entry)) is not None:
@@ -59,7 +59,7 @@ def look() -> Iterator[Seen]:
 
 
 def kill_all(find: Callable[[], Iterable[int]], what: str) -> int:
-    """SIGKILL to all that `find` returns, again and again until it finds none; returns how many there were."""
+    """Send SIGKILL to all that `find` returns, again and again until it finds none. Returns how many there were."""
     deadline = time.monotonic() + KILL_TIMEOUT
     killed: set[int] = set()
     while pids := list(find()):
@@ -77,13 +77,13 @@ def kill_all(find: Callable[[], Iterable[int]], what: str) -> int:
 
 
 def signal_to(pid: int, number: signal.Signals) -> None:
-    """Nothing where the process has gone."""
+    """Send a signal. Does nothing if the process is gone."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
 
 
 def wait_gone(pid: int, deadline: float) -> None:
-    """Until it has exited; a zombie has. A child of ours that nobody else waits for is reaped by its Popen."""
+    """Wait until it has exited; a zombie has. A child of ours that nobody else waits for is reaped by its Popen."""
     try:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -97,7 +97,7 @@ def wait_gone(pid: int, deadline: float) -> None:
 
 
 def wait_stopped(pids: Iterable[int], timeout: float) -> None:
-    """Until each has taken its SIGSTOP, or exited: before that it may still run for a moment."""
+    """Wait until each has stopped after SIGSTOP, or exited: before that it may still run for a moment."""
     deadline = time.monotonic() + timeout
     for pid in pids:
         while (state := state_of(pid)) not in ("T", "t", "Z", "X", ""):
@@ -107,7 +107,7 @@ def wait_stopped(pids: Iterable[int], timeout: float) -> None:
 
 
 def state_of(pid: int) -> str:
-    """The letter of /proc/<pid>/stat; "" where it has gone."""
+    """Return the letter of /proc/<pid>/stat; "" if the process is gone."""
     fields = _stat(_PROC / str(pid))
     return fields[0].decode() if fields else ""
 
@@ -150,7 +150,7 @@ def _ancestors() -> Iterator[int]:
 
 
 def _stat(entry: Path) -> list[bytes]:
-    """State, parent and so on; empty where the process has gone."""
+    """Return state, parent and so on; empty if the process is gone."""
     stat = _read(entry / "stat")
     # The name in parentheses may hold spaces and parentheses.
     return stat[stat.rfind(b")") + 1 :].split() if stat else []

@@ -1,4 +1,4 @@
-"""A TCP forwarder that misbehaves on command: bits that flip, links that break, stall, lag or close halfway."""
+"""Forwards TCP and misbehaves on command: flips bits, breaks links, stalls, delays, or closes halfway."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from flashckpt.errors import ConfigError
 if TYPE_CHECKING:
     from types import TracebackType
 
-# "up": from whoever connected, to the target; "down": back.
+# "up": from the client to the target; "down": back.
 Way = Literal["up", "down"]
 
 _READ_BYTES = 64 << 10
 _QUEUED_READS = 64
 _CONNECT_TIMEOUT = 10.0
 _TICK = 0.05
-_RESET = struct.pack("ii", 1, 0)  # SO_LINGER with no patience: closing sends a reset
+_RESET = struct.pack("ii", 1, 0)  # SO_LINGER of 0 seconds: closing sends a reset
 
 
 @dataclass(slots=True, eq=False)
@@ -36,7 +36,7 @@ class _Flip:
 
 @dataclass(slots=True, eq=False)
 class _Pipe:
-    """One way of one connection."""
+    """Forwards one direction of one connection."""
 
     way: Way
     source: socket.socket
@@ -47,9 +47,9 @@ class _Pipe:
 
 
 class Proxy:
-    """Listens on a port of its own and forwards to `target`. A context manager; switches may be set at any time.
+    """Listens on a port of its own and forwards to `target`. A context manager; faults may be set at any time.
 
-    With TLS inside, a flipped bit is a broken record and ends the connection; without, it arrives.
+    With TLS inside, a flipped bit makes a broken record and ends the connection; without TLS, it arrives.
     """
 
     def __init__(self, target: str, *, host: str = "127.0.0.1") -> None:
@@ -86,62 +86,62 @@ class Proxy:
 
     @property
     def flipped(self) -> int:
-        """Bits so far: the proof that a fault took place."""
+        """Return the number of bits flipped so far: the proof that a fault took place."""
         with self._lock:
             return self._flipped
 
     @property
     def connections(self) -> int:
-        """That were accepted so far."""
+        """Return the number of connections accepted so far."""
         with self._lock:
             return self._accepted
 
     def passed_bytes(self, way: Way) -> int:
-        """Forwarded so far, over all connections."""
+        """Return the bytes forwarded so far, over all connections."""
         with self._lock:
             return self._passed[way]
 
     def wait_passed(self, way: Way, size_bytes: int, timeout: float) -> bool:
-        """Until as many bytes went that way; False where time is over."""
+        """Wait until as many bytes went that way; False if the time is over."""
         with self._lock:
             return self._lock.wait_for(lambda: self._passed[way] >= size_bytes, timeout)
 
     # --- switches -------------------------------------------------------------------------------------------
 
     def flip(self, byte: int, bit: int = 0, *, way: Way = "up", times: int = 1) -> None:
-        """Inverts a bit of that byte of the stream, in the next `times` connections that come so far."""
+        """Flip a bit of that byte of the stream, in the next `times` connections that reach it."""
         if byte < 0 or not 0 <= bit < 8 or times < 1:
             raise ConfigError(f"flip: expected byte >= 0, bit 0 to 7, times >= 1, found {byte}, {bit}, {times}")
         with self._lock:
             self._flips.append(_Flip(byte, bit, way, times))
 
     def cut(self) -> None:
-        """Resets all connections; new ones are reset as soon as they are made, until heal()."""
+        """Reset all connections; new ones are reset as soon as they are made, until heal()."""
         with self._lock:
             self._is_cut = True
             self._reset_all()
 
     def stall(self) -> None:
-        """Nothing moves any more, but all connections stay, and new ones are accepted."""
+        """Stop all traffic, but keep all connections and accept new ones."""
         with self._lock:
             self._is_stalled = True
 
     def heal(self) -> None:
-        """Ends cut() and stall(), and every delay. What was stalled moves on."""
+        """End cut() and stall(), and every delay. What was stalled moves on."""
         with self._lock:
             self._is_cut = self._is_stalled = False
             self._delay = 0.0
             self._lock.notify_all()
 
     def delay(self, seconds: float) -> None:
-        """Every byte arrives that much later than it was sent, in each direction; the rate stays."""
+        """Delay every byte by that time, in each direction; the rate stays."""
         if not seconds >= 0:
             raise ConfigError(f"delay: expected seconds of at least 0, found {seconds}")
         with self._lock:
             self._delay = seconds
 
     def half_close(self, way: Way) -> None:
-        """Ends that way of all connections as if its sender had; the other way stays open."""
+        """End that direction of all connections as if its sender had; the other direction stays open."""
         with self._lock:
             for pipe in self._pipes:
                 if pipe.way == way:
@@ -150,7 +150,7 @@ class Proxy:
                         pipe.target.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """Resets what is open, and waits for its threads. May be called twice."""
+        """Reset what is open, and wait for the threads. May be called twice."""
         with self._lock:
             self._is_closed = True
             self._reset_all()
@@ -196,7 +196,7 @@ class Proxy:
         return server
 
     def _read(self, pipe: _Pipe) -> None:
-        """Takes bytes as they come; the queue's bound is what pushes back on the sender."""
+        """Read bytes as they come; the bounded queue slows the sender down."""
         data = b"\0"
         while data:
             try:
@@ -234,7 +234,7 @@ class Proxy:
                 self._lock.notify_all()
 
     def _wait_turn(self, pipe: _Pipe, due: float) -> bool:
-        """Until nothing holds these bytes back; False where the connection went away meanwhile."""
+        """Wait until nothing holds these bytes back; False if the connection ended meanwhile."""
         with self._lock:
             while pipe in self._pipes:
                 late = due - time.monotonic() if self._delay else 0.0
@@ -265,7 +265,7 @@ class Proxy:
             return pipe not in self._pipes
 
     def _finish(self, pipe: _Pipe) -> None:
-        """One way has ended; when both have, the sockets go."""
+        """Note that one direction has ended; after both, close the sockets."""
         with self._lock:
             if pipe in self._pipes:
                 self._pipes.remove(pipe)
@@ -274,7 +274,7 @@ class Proxy:
                 pipe.target.close()
 
     def _drop(self, pipe: _Pipe) -> None:
-        """An end broke: the other one gets to know."""
+        """Close both ends after one broke."""
         with self._lock:
             self._pipes = [one for one in self._pipes if one.source not in (pipe.source, pipe.target)]
             _reset(pipe.source)
@@ -295,7 +295,7 @@ class Proxy:
 
 
 def _reset(one: socket.socket) -> None:
-    """Closes with a reset. shutdown() first, because closing alone does not wake a thread in recv()."""
+    """Close with a reset. shutdown() first, because closing alone does not wake a thread in recv()."""
     with contextlib.suppress(OSError):
         one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
     with contextlib.suppress(OSError):

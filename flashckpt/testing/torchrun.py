@@ -1,4 +1,4 @@
-"""How torchrun is started on one node of a launch."""
+"""Builds the command that starts torchrun on one node of a launch."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from flashckpt.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# After how long torchrun takes a silent node for lost (5 beats of 2 s), and how long it waits for more nodes once
+# After how long torchrun counts a silent node as lost (5 beats of 2 s), and how long it waits for more nodes once
 # there are enough.
 _ELASTIC = {"keep_alive_interval": 2, "keep_alive_max_attempt": 5, "last_call_timeout": 5}
 
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """What all torchruns of a launch have in common."""
+    """Holds what all torchruns of a launch have in common."""
 
     run_id: str
     endpoint: str  # host:port
@@ -40,11 +40,13 @@ class Rendezvous:
 
     @property
     def environment(self) -> dict[str, str]:
-        # Else restarted workers meet the addresses of their dead predecessors in a store that torchrun keeps.
+        # Else restarted workers find the addresses of their dead predecessors in a store that torchrun keeps.
         return {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if self.max_restarts else {}
 
     def command(self, address: str, ranks: int, script: Sequence[str], *, is_host: bool) -> list[str]:
-        """`address`: the node's, by which torchrun numbers nodes; `is_host`: whether the rendezvous is here."""
+        """Build the command. `address` is the node's, by which torchrun numbers nodes; `is_host`: the rendezvous is
+        here.
+        """
         options = {"is_host": int(is_host), **(_ELASTIC if self.is_elastic else {})}
         nodes = f"{self.fewest_nodes}:{self.most_nodes}" if self.is_elastic else str(self.most_nodes)
         return [

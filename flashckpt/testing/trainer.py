@@ -1,4 +1,4 @@
-"""A rank that saves and loads on command, so that a test drives real trainers without a launcher for every step.
+"""Runs a rank that saves and loads on command, so that a test drives real trainers without a launcher for every step.
 
     torchrun … -m flashckpt.testing.trainer --directory DIR --config '{"replicas": 1}' --mebibytes 4
 
@@ -50,8 +50,8 @@ def main() -> None:
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     report = options.directory / f"rank{rank}.jsonl"
-    # A worker that torchrun started again must not do once more what its predecessor was told. That is not the number
-    # of restarts, which each node counts for itself.
+    # Workers that torchrun restarted must not repeat what their predecessor was told. The number of restarts does not
+    # tell whether they were, because each node counts its own.
     position = (options.directory / COMMANDS).stat().st_size if report.exists() else 0
     journal = Journal(report, rank)
     journal.tell("started", pid=os.getpid(), world=world, restarts=restarts)
@@ -68,14 +68,14 @@ def main() -> None:
 
 
 def make_state(step: int, rank: int, size_bytes: int) -> dict[str, Any]:
-    """What rank `rank` holds at `step`; no two steps, ranks or tensors are alike."""
+    """Return what rank `rank` holds at `step`; no two steps, ranks or tensors are alike."""
     elements = max(1, size_bytes // 4 // _TENSORS)
     mine = {f"tensor{i}": _pattern(elements, step, rank + 1, i) for i in range(_TENSORS)}
     return {"shared": _pattern(_SHARED_ELEMENTS, step, 0, 0), "mine": flashckpt.PerRank(mine)}
 
 
 def digest(state: dict[str, Any]) -> str:
-    """Of every bit of the state."""
+    """Return a digest of every bit of the state."""
     found = hashlib.blake2b(digest_size=16)
     for tensor in (state["shared"], *state["mine"].value.values()):
         found.update(tensor.numpy())
@@ -83,7 +83,7 @@ def digest(state: dict[str, Any]) -> str:
 
 
 class Rank:
-    """Does what it is told, one command after the other."""
+    """Runs the commands, one after the other."""
 
     def __init__(self, checkpointer: Checkpointer, journal: Journal, rank: int, size_bytes: int) -> None:
         self._checkpointer, self._journal = checkpointer, journal
@@ -91,7 +91,7 @@ class Rank:
         self._handles: dict[int, tuple[SaveHandle, float]] = {}  # by step, with the time of the call
 
     def obey(self, commands: Iterator[dict[str, Any]]) -> int:
-        """Until `exit`; returns the exit code."""
+        """Run commands until `exit`; returns the exit code."""
         for command in commands:
             if command["ranks"] is not None and self._rank not in command["ranks"]:
                 continue
@@ -132,7 +132,7 @@ class Rank:
         began = time.monotonic()
         handle = self._checkpointer.save(step, state)
         self._handles[step] = (handle, began)
-        # What is saved is the value at the time of the call: everything after this must not matter.
+        # What is saved is the value at the time of the call: later changes must not matter.
         state["shared"].zero_()
         self._journal.tell(
             "saved",
@@ -177,12 +177,12 @@ class Rank:
 
 
 class Journal:
-    """What this rank reports: a line for each event, whole or not at all."""
+    """Writes what this rank reports: one line per event, never a part of one."""
 
     def __init__(self, path: Path, rank: int) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         self._rank = rank
-        self.number: int | None = None  # of the command that is being done
+        self.number: int | None = None  # number of the command that is running
 
     def tell(self, event: str, **fields: Any) -> None:
         line = {"event": event, "rank": self._rank, "number": self.number, "time": time.time(), **fields}
@@ -190,7 +190,7 @@ class Journal:
 
 
 def follow(path: Path, position: int) -> Iterator[dict[str, Any]]:
-    """The lines of a file that grows, as they come, for ever."""
+    """Yield the lines of a growing file as they come, forever."""
     with path.open("rb") as file:
         file.seek(position)
         rest = b""
@@ -212,7 +212,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def _pattern(elements: int, *key: int) -> torch.Tensor:
-    """Numbers that a generator seeded with `key` draws: bytes of any value, NaNs among them if read as floats."""
+    """Return numbers of a generator seeded with `key` draws: bytes of any value, NaNs included if read as floats."""
     seed = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=7).digest(), "little")
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-(1 << 31), 1 << 31, (elements,), dtype=torch.int32, generator=generator)

@@ -1,4 +1,4 @@
-"""The test's end of flashckpt.testing.trainer: sends commands to real ranks and waits for what they report."""
+"""Drives flashckpt.testing.trainer from a test: sends commands to real ranks and waits for their reports."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Event = dict[str, Any]
 
 
 class Trainers:
-    """All ranks of one launch. Commands go to all of them, or to `ranks`; each does its commands in order."""
+    """Drives all ranks of one launch. Commands go to all of them, or to `ranks`; each runs its commands in order."""
 
     def __init__(self, launch: Launch, directory: Path) -> None:
         self.launch = launch
@@ -29,7 +29,7 @@ class Trainers:
 
     @staticmethod
     def prepare(directory: Path, config: Mapping[str, Any], mebibytes: float) -> list[str]:
-        """Makes the directory; returns the arguments of the script."""
+        """Make the directory. Returns the arguments of the script."""
         directory.mkdir()
         (directory / COMMANDS).touch()
         return ["--directory", str(directory), "--config", json.dumps(dict(config)), "--mebibytes", str(mebibytes)]
@@ -39,7 +39,7 @@ class Trainers:
         return self.launch.world
 
     def send(self, do: str, *, ranks: Collection[int] | None = None, **arguments: Any) -> int:
-        """Appends a command and returns its number, which every event that it leads to carries."""
+        """Append a command and return its number, which is in every event that results from it."""
         number = self._sent
         self._sent += 1
         command = {"number": number, "do": do, "ranks": None if ranks is None else sorted(ranks), **arguments}
@@ -48,7 +48,7 @@ class Trainers:
         return number
 
     def events(self, rank: int) -> list[Event]:
-        """Everything that a rank has reported so far."""
+        """Return everything that a rank has reported so far."""
         try:
             text = (self.directory / f"rank{rank}.jsonl").read_text(encoding="utf-8")
         except FileNotFoundError:
@@ -59,16 +59,16 @@ class Trainers:
     def wait_for(
         self, event: str, *, timeout: float = 60.0, ranks: Collection[int] | None = None, **fields: Any
     ) -> dict[int, Event]:
-        """The first event of that name with these fields, of each rank.
+        """Wait for the first event of that name with these fields, of each rank.
 
-        PeerError, with what it said last, where a rank ended or reported an error to the same command before;
-        DeadlineError, naming the ranks that are missing, where time is over.
+        PeerError, with its last output, if a rank ended or reported an error for the same command before;
+        DeadlineError, naming the ranks that are missing, if the time is over.
         """
         deadline = time.monotonic() + timeout
         found: dict[int, Event] = {}
         wanted = sorted(range(self.world) if ranks is None else ranks)
         while True:
-            ended = self._ended()  # before looking: what was said before the end counts
+            ended = self._ended()  # checked first: what was written before the end counts
             missing = [rank for rank in wanted if rank not in found]
             for rank in missing:
                 for one in self.events(rank):
@@ -92,16 +92,16 @@ class Trainers:
             time.sleep(_POLL_SECONDS)
 
     def wait_started(self, timeout: float = 120.0) -> dict[int, Event]:
-        """Until every rank has its Checkpointer."""
+        """Wait until every rank has its Checkpointer."""
         return self.wait_for("ready", timeout=timeout)
 
     def save(self, step: int, level: str = "sealed", *, timeout: float = 60.0) -> dict[int, Event]:
-        """Saves a step on every rank and waits for the level, or for another outcome."""
+        """Save a step on every rank and wait for the level, or for another outcome."""
         number = self.send("save", step=step, level=level, timeout=timeout)
         return self.wait_for("level", number=number, timeout=timeout + 10)
 
     def load(self, step: int | None = None, *, timeout: float = 60.0, **arguments: Any) -> dict[int, Event]:
-        """Loads on every rank. Each event has `step`, `source`, `digest`, and whether the state is what was saved."""
+        """Load on every rank. Each event has `step`, `source`, `digest`, and whether the state is what was saved."""
         number = self.send("load", step=step, arguments=arguments)
         return self.wait_for("loaded", number=number, timeout=timeout)
 
@@ -110,12 +110,12 @@ class Trainers:
         return self.wait_for("status", number=number, timeout=timeout)
 
     def stop(self, *, timeout: float = 60.0) -> list[int]:
-        """Ends the ranks the orderly way; returns the exit codes."""
+        """End the ranks by command. Returns the exit codes."""
         self.send("exit")
         return self.launch.wait(timeout)
 
     def kill(self) -> None:
-        """SIGKILL to all ranks and their launchers; agents stay."""
+        """Kill all ranks and their launchers with SIGKILL; agents stay."""
         self.launch.kill()
 
     def _ended(self) -> list[str]:

@@ -124,7 +124,7 @@ def test_the_doctor_looks_at_a_running_node(make, memory_dir, tmp_path):
     assert (found["agent.runs"]["state"], found["agent.version"]["state"]) == ("ok", "ok")
     assert str(status(memory_dir)["pid"]) in found["agent.runs"]["found"]
     assert found["persist.directory"]["found"].startswith(str(tmp_path))  # the agent was told
-    assert "of it is there" in found["memory.room"]["found"]
+    assert "of it are allocated" in found["memory.room"]["found"]
     pid = status(memory_dir)["pid"]
     os.kill(pid, signal.SIGSTOP)
     try:

@@ -158,7 +158,7 @@ def test_there_and_back(memory_dir, tmp_path, model):
             assert torch.equal(value, other.state_dict()[name])
     run = CliRunner().invoke(group, ["import", hf, seed])
     assert isinstance(run.exception, flashckpt.FlashError)
-    assert "is there already" in str(run.exception)
+    assert "it already exists" in str(run.exception)
 
 
 @pytest.mark.parametrize("content", ["no json", "[]", '{"a": 1}', '{"a.{}": "b"}'])
