@@ -316,7 +316,7 @@ def test_the_chosen_one_is_loaded_and_the_other_abandoned(store, run, launches, 
     assert found["a"]["state"] == "abandoned"
     assert (found["b"]["state"], found["b"]["up_to"]) == ("continued", None)
     # And back again: a choice takes nothing away.
-    run("choose", "a")
+    run("choose", name_of(A))
     assert picked(store) == {10: "", 2: f"abandoned: the job went on without launch {name_of(B)}"}
 
 

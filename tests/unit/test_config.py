@@ -22,7 +22,6 @@ from flashckpt.config import (
 from flashckpt.config.table import GROUPS
 from flashckpt.errors import ConfigError
 from flashckpt.types import TRANSPORTS
-from tests import config_groups
 
 
 def test_the_contract_example_is_accepted():
@@ -152,11 +151,6 @@ def test_disable_wins_over_everything():
 
 
 FLAT = {field.name: field for field in dataclasses.fields(CheckpointConfig)}
-
-
-def test_groups_are_what_the_table_and_the_flat_settings_make():
-    """After a change of one of them, `python -m tests.config_groups` writes groups.py anew."""
-    assert config_groups.groups() == (config_groups.PLACE / "groups.py").read_text()
 
 
 @pytest.mark.parametrize("argument", GROUPS)

@@ -287,10 +287,17 @@ def test_sums_see_places_signs_and_single_bits():
 
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 5, 7), (1, 9), (0, 4)])
 @pytest.mark.parametrize("most_bytes", [1, 8, 100, 10_000])
-def test_a_window_is_where_it_says(shape, most_bytes):
+@pytest.mark.parametrize("at", [0.0, 0.5, 0.999])
+def test_a_window_is_where_it_says(shape, most_bytes, at):
     tensor = torch.arange(math.prod(shape), dtype=torch.int32).reshape(shape)
-    view, skipped = window(tensor, most_bytes)
+    view, skipped = window(tensor, most_bytes, at)
     taken = tensor.reshape(-1)[skipped // 4 : skipped // 4 + view.numel()]
     assert torch.equal(view.reshape(-1), taken)
     assert view.numel() * 4 <= max(4, most_bytes)
     assert view.numel() or not tensor.numel()
+
+
+def test_windows_reach_both_ends():
+    tensor = torch.arange(100, dtype=torch.int32).reshape(10, 10)
+    ends = [window(tensor, 40, at)[0] for at in (0.0, 0.999)]
+    assert [one.reshape(-1)[0].item() for one in ends] == [0, 90]

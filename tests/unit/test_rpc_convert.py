@@ -129,7 +129,8 @@ def sessions(draw):
     ranks = [tuple(rank for rank in range(world) if owner[rank] == node) for node in range(len(nodes))]
     members = [Member(name, draw(texts), draw(texts), mine) for name, mine in zip(nodes, ranks, strict=True)]
     keep = draw(st.integers(1, 64))
-    return Session(draw(launches), world, tuple(members), draw(small), draw(names), draw(small), keep_memory=keep)
+    strategy = draw(names.filter(lambda name: "\0" not in name))
+    return Session(draw(launches), world, tuple(members), draw(small), strategy, draw(small), keep_memory=keep)
 
 
 def through(message):
