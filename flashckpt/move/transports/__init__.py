@@ -1,1 +1,1 @@
-"""Transports of bytes between nodes. No other module asks which one is used."""
+"""Transports of bytes between nodes: gRPC calls open every transfer, lanes (TCP) may carry its chunks."""
