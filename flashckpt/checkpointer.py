@@ -1,4 +1,4 @@
-"""Checkpointer: save any state dict to the memory of the cluster and load it back. Reads as the list of its stages."""
+"""Checkpointer: saves any state dict to the cluster's memory and loads it back. Reads as the list of its stages."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CheckpointerStatus:
-    """A moment's view, for people and monitors."""
+    """Shows the state of a Checkpointer at one moment, for people and monitors."""
 
     job: str
     step: int | None  # the newest complete generation on this node
-    generations: tuple[tuple[Generation, str, str], ...]  # with state and reason, newest first
-    saves: dict[str, int]  # how many ended how
+    generations: tuple[tuple[Generation, str, str], ...]  # each with its state and reason, newest first
+    saves: dict[str, int]  # outcome → number of saves
     last_problem: str
     store: StoreStatus
     device_copies: dict[str, str]  # device type → "registered", "ring" or "plain" (devices/copier.py)
@@ -57,7 +57,7 @@ P = ParamSpec("P")
 def _given_up_on_error(
     save: Callable[Concatenate[Checkpointer, P], SaveHandle],
 ) -> Callable[Concatenate[Checkpointer, P], SaveHandle]:
-    """Give the save up if the call raises: a caller without a handle can't wait for the copy."""
+    """Give the save up if the call raises, because a caller without a handle can't wait for the copy."""
 
     @functools.wraps(save)
     def call(self: Checkpointer, /, *args: P.args, **kwargs: P.kwargs) -> SaveHandle:
@@ -81,13 +81,19 @@ def _given_up_on_error(
 
 
 class Checkpointer:
-    """Saves and loads state dicts. Make one on every rank; a context manager.
+    """Saves state dicts to the memory of the cluster and loads them back. Make one on every rank, in a `with` block.
 
-    Start, `load`, `start_fresh`, `prewarm` and the first `save` are collective over a private group; all later
-    saves are local. Nothing here is thread-safe against itself: overlapping calls raise ConflictError.
+    Args:
+        config: the settings. Default: `CheckpointConfig()`.
+        process_group: the ranks that save together. Default: all ranks. Without `torch.distributed`: this process.
 
-    An exception at any moment, as from Ctrl-C or an alarm, leaves it usable or closed. If it ended a collective call
-    that other ranks went on with, the next collective call raises ConflictError: make a new Checkpointer on all ranks.
+    Collective calls are the constructor, `load`, `load_path`, `start_fresh`, `prewarm` and the first `save`. They use a
+    private process group. All later saves are local. No two calls of `save` and of the collective methods may overlap:
+    the second one raises ConflictError.
+
+    An exception at any moment, such as Ctrl-C or an alarm, leaves the Checkpointer usable or closed. If it ended a
+    collective call that other ranks continued, the next collective call raises ConflictError: make a new Checkpointer
+    on all ranks.
     """
 
     def __init__(
@@ -111,23 +117,42 @@ class Checkpointer:
         on_begin: Callable[[SaveHandle], None] | None = None,
         inspect: Callable[[Flat, SavePlan], None] | None = None,
     ) -> SaveHandle:
-        """Copies the state to this node's memory. Once this returns the tensors may be mutated.
+        """Copies the state to this node's memory. Once this returns, the tensors may be changed.
 
-        Every rank has to call it with the same step. What the state dict or the call itself is to blame for (a value
-        that can't be saved, a step that goes down) is raised, as is what the state's own code raises. Everything else
-        ends in `handle.outcome == "failed"`, or raises a FlashError if `config.on_save_error` is "raise".
+        Every rank has to call it with the same step. With `overlap`, deferred tensors may not be changed yet.
 
-        With `overlap` the copy runs in a thread, and tensors may be mutated once `handle.wait("staged")` has returned;
-        other values are taken here and now. The next call waits for it. Whoever can't wait any longer calls
-        `handle.give_up()` before it mutates them: then the copy is thrown away. If a tensor changes before that and the
-        change is found, the shard is not sealed, the reason names the tensor, and later saves copy it before they
-        return. `defers(key, tensor)` returns True if a tensor may be deferred, or None if it may be as long as it is
-        large and has not changed since the last save. Without `defers`, all tensors may. `owner_of(tensor)` returns the
-        parameter that a tensor is an alias of, if any: its version counter is compared too. `on_begin` gets the handle
-        before the copy begins. `inspect` gets the flattened state before that and refuses it by raising.
+        Args:
+            step: the number of the step. It must not go down within a launch.
+            state_dict: nested dicts and lists of tensors and values, and objects with a `state_dict()`.
+            extra: further values of this rank. They come back as `LoadResult.extra`.
+            overlap: copy deferred tensors in a thread, after this has returned. They may be changed once
+                `handle.wait("staged")` has returned. Other tensors and all values are copied before this returns. The
+                next call waits for the copy.
+            defers: `defers(key, tensor)` returns True if the tensor may be deferred, False if not, and None if it may
+                be deferred as long as it is large and has not changed since the last save. Default: all tensors may.
+            owner_of: `owner_of(tensor)` returns the parameter that the tensor is an alias of, or None. The version
+                counter of the parameter is then compared too.
+            on_begin: called with the handle before an overlapped copy begins.
+            inspect: called with the flattened state and the plan before anything is copied. It refuses the state by
+                raising.
 
-        The first save calls each `state_dict()` twice: if the second call gives other keys, kinds, shapes or dtypes, no
-        load could fill them, and it raises StructureError.
+        Returns:
+            The handle of the save. It tells the level and the outcome.
+
+        Raises:
+            StructureError, UnsupportedValueError: the state can't be saved. The first save calls each `state_dict()`
+                twice. If the second call gives other keys, kinds, shapes or dtypes, no load could fill them:
+                StructureError.
+            ConfigError, ConflictError, ClosedError, LiveJobError, AmbiguousHistoryError: the call is wrong, for example
+                because the step goes down.
+            Errors of the caller's own code: raised while the state was read.
+            FlashError: any other error, but only if `config.on_save_error` is "raise". Failures of earlier saves that
+                became known since then are raised too (OtherRankError, PersistError). By default an error is the
+                outcome of the handle, "failed" or "skipped".
+
+        A caller that can't wait for an overlapped copy calls `handle.give_up()` before it changes the tensors. The copy
+        is then thrown away. If a deferred tensor changes too early without that and the change is found, the shard is
+        not sealed, the reason names the tensor, and later saves copy it before they return.
         """
         internals = self._internals
         call = SaveCall(step)
@@ -155,22 +180,28 @@ class Checkpointer:
             return internals.saver.fail(call, error)
 
     def _meet_before_save(self, step: int) -> None:
-        """See that all ranks save this step, and claim the job. Collective at the first saves, then local."""
+        """Check that all ranks save this step, and claim the job. Collective for the first saves, then local."""
         internals = self._internals
         if internals.claim.is_held and not internals.saver.preparer.is_collective:
             internals.group.roll.note_step(step)
         else:
             internals.group.meet("save", f"step {step}", self.config.save_timeout, step=step)
         if not internals.claim.is_held:
-            # Before the first save of a launch that has loaded nothing: it would take the agents over.
+            # Needed before the first save of a launch that has loaded nothing, because that save takes the agents over.
             internals.claim.take(take_over=False)
 
     def prewarm(self, state_dict: Mapping[Any, Any], *, background: bool = False) -> None:
-        """Allocates, maps and faults the slots ahead of the first save. Collective.
+        """Makes the memory for the first save in advance: allocates, maps and touches the slots. Collective.
 
-        Raises NoSpaceError, with figures, where the node's memory can't hold what the ranks are going to save. With
-        `background` it returns once that is known, and a thread of low priority goes on; a save that comes
-        meanwhile waits for it where it would do the same work.
+        Args:
+            state_dict: a state of the same structure and size as those that will be saved.
+            background: return as soon as it is known that the memory suffices. A thread of low priority makes the
+                slots. A save that needs the slots before they are ready waits for it.
+
+        Raises:
+            NoSpaceError: the node does not have enough memory for what its ranks are going to save. The message has the
+                figures.
+            LiveJobError: trainers of another launch still run.
         """
         internals = self._internals
         with internals.turn("prewarm"):
@@ -198,21 +229,42 @@ class Checkpointer:
         history: str | None = None,
         screen: Callable[[Found], Callable[[str], bool]] | None = None,
     ) -> LoadResult | None:
-        """Fills the state dict, in place, from the newest usable generation (or that of `step`). Collective.
+        """Fills the state dict in place from the newest usable generation, or from that of `step`. Collective.
 
-        None means that the job has never saved anything. Where something exists but nothing is usable it raises
-        UnusableError with the reason for each generation, unless `allow_fresh` and no tensor was written to. `keys`
-        restricts the load to keys with these prefixes; `strict=False` lets keys be missing on either side; `cast`
-        converts dtypes. With `step` and `keys` or `strict=False`, what is whole of a generation that lacks shards is
-        loaded, too. `screen` is called with what was found before any tensor is read: it raises where that must not be
-        loaded, or says which keys to load.
+        Args:
+            state_dict: the state dict to fill. Its tensors are overwritten.
+            step: the step to load. None: the newest one.
+            keys: load only the keys with these prefixes.
+            strict: if False, keys may be missing in the state dict or in the checkpoint.
+            cast: convert dtypes.
+            allow_fresh: if nothing is usable and no tensor was written to, return None instead of raising
+                UnusableError.
+            read_only: change nothing, in memory or on disk, for example for an evaluation beside the training. Default:
+                `config.load_only`.
+            take_over: take the job over even if trainers of another launch are alive.
+            history: name of the history to load, or of an abandoned one to go back to.
+            screen: called with what was found, before any tensor is read. It returns a function that says which keys to
+                load, or raises if the generation must not be loaded.
 
-        A load takes the job over: what other launches saved above the loaded step is abandoned from then on, and they
-        can't save any more. A load that finds nothing changes nothing until the first save. If there are two histories
-        of which none goes on from the other, it raises AmbiguousHistoryError, which names both, and changes nothing.
-        `history` is the name of the one to take, or of an abandoned one to go back to. Where trainers of another launch
-        are alive on one of its nodes it raises LiveJobError on all ranks, unless `take_over`. `read_only=True` (an
-        evaluation beside the training, say) changes nothing, in memory or on disk; by default it is `config.load_only`.
+        Returns:
+            What was loaded, and from where. None if the job has never saved anything, if `allow_fresh` applies, or if
+                FLASHCKPT_DISABLE is set.
+
+        Raises:
+            UnusableError: generations exist, but none is usable. The message has the reason for each.
+            NotFoundError: there is no such `step` or `history`.
+            MissingKeyError, StructureError: the state dict does not fit the checkpoint.
+            AmbiguousHistoryError: there are two histories, and neither continues the other. The message names both.
+                Nothing was changed.
+            LiveJobError: trainers of another launch are alive on one of this launch's nodes. Raised on all ranks. Not
+                raised if `take_over` is set or the load is read-only.
+
+        A load takes the job over, unless it is read-only: generations that other launches saved above the loaded step
+        are abandoned, and those launches can't save any more. A load that finds nothing changes nothing until the first
+        save.
+
+        With `step` and either `keys` or `strict=False`, a generation that lacks shards can be loaded too: the tensors
+        and values that are complete are loaded.
         """
         internals = self._internals
         with internals.turn("load"):
@@ -284,11 +336,25 @@ class Checkpointer:
         only_hf: bool = False,
         screen: Callable[[Found], Callable[[str], bool]] | None = None,
     ) -> LoadResult:
-        """Fills the state dict from the checkpoint at `path`, this job's or another's, ours or plain DCP's, or from a
-        Hugging Face model, whose tensors are found below `model` (`only_hf` refuses anything else). Collective.
+        """Fills the state dict from the checkpoint at `path`. Collective.
 
-        Nothing is taken over: where the job itself has saved something, it has to be loaded, or given up by
-        `start_fresh`, before the next save. NotFoundError where there is no checkpoint.
+        Args:
+            path: a checkpoint of flashckpt, of this job or another, a plain DCP checkpoint, or a Hugging Face model.
+                The tensors of a Hugging Face model are found below `model` and are converted to the dtypes of the state
+                dict.
+            state_dict: the state dict to fill. Its tensors are overwritten.
+            strict: if False, keys may be missing in the state dict or in the checkpoint.
+            cast: convert dtypes.
+            only_hf: refuse anything but a Hugging Face model.
+            screen: as for `load`.
+
+        Raises:
+            NotFoundError: there is no checkpoint at `path`.
+            UnusableError: the checkpoint can't be used.
+            IncompatibleError: `only_hf` is set and the checkpoint is not a Hugging Face model.
+
+        It does not take the job over. If the job itself has saved something, call `load` or `start_fresh` before the
+        next save.
         """
         internals = self._internals
         with internals.turn("load_path"):
@@ -303,9 +369,14 @@ class Checkpointer:
                 return load_path(recovery, context, path, state_dict, request, only_hf=only_hf)
 
     def start_fresh(self, *, take_over: bool = False) -> None:
-        """Abandons everything that earlier launches saved. Collective. Their memory is reused by later saves.
+        """Abandons everything that earlier launches saved. Later saves reuse its memory. Collective.
 
-        Raises LiveJobError beside live trainers of another launch, unless `take_over`.
+        Args:
+            take_over: take the job over even if trainers of another launch are alive.
+
+        Raises:
+            LiveJobError: trainers of another launch are alive, and `take_over` is not set.
+            ConfigError: `config.load_only` is set.
         """
         internals = self._internals
         with internals.turn("start_fresh"):
@@ -325,16 +396,20 @@ class Checkpointer:
     # --- the rest -------------------------------------------------------------------------------------------
 
     def flush(self, step: int | None = None) -> Generation:
-        """Asks this node's agent to bring the newest committed generation (or that of `step`) to persist_dir.
+        """Asks this node's agent to flush the newest committed generation, or that of `step`, to persist_dir. Local.
 
-        Returns at once, with what will be flushed: all nodes write their part in the background, whoever asks.
-        `handle.wait("persisted")` asks and waits. NotFoundError where it is not in memory (any more).
+        Returns at once, with the generation that will be flushed. All nodes write their parts in the background, even
+        if only one rank asks. `handle.wait("persisted")` asks and waits.
+
+        Raises:
+            NotFoundError: there is no such generation in memory, or no longer.
+            ConfigError: there is no persist_dir, or no agent.
         """
         self._internals.check_enabled()
         return self._internals.slots.flush(step)
 
     def status(self) -> CheckpointerStatus:
-        """Returns a view of this moment. Local."""
+        """Returns the state at this moment. Local."""
         internals = self._internals
         internals.check_enabled()
         listed = internals.saver.attempts.judged()
@@ -350,11 +425,13 @@ class Checkpointer:
         )
 
     def close(self, timeout: float | None = None) -> None:
-        """Ends the use of the store; what is sealed stays.
+        """Ends the use of the memory. Sealed shards stay there.
 
-        Waits at most `timeout` seconds in all (default save_timeout) for a copy that is under way and for the agent.
-        What has not ended by then ends by itself, and a warning is logged. May be called twice; if an exception ended
-        it, call it again to finish it.
+        Args:
+            timeout: seconds to wait for a copy that is under way and for the agent, both together. Default:
+                `config.save_timeout`. What has not ended by then ends by itself, and a warning is logged.
+
+        It may be called twice. If an exception ended it, call it again to finish it.
         """
         self._internals.close(timeout)
 
@@ -367,17 +444,18 @@ class Checkpointer:
 
     @property
     def job(self) -> str:
-        """The name of the run, also where the environment or the ranks chose it."""
+        """Returns the name of the run, also if the environment or the ranks chose it."""
         return self._internals.settings.job
 
     @property
     def overtaken(self) -> str:
-        """Why no save of this launch counts any more. "": no other launch has taken the job over."""
+        """Returns why no save of this launch counts any more, or "" if no other launch has taken the job over."""
         return self._internals.outcomes.overtaken
 
 
 def internals_of(checkpointer: Checkpointer) -> Internals:
-    """Return what lies behind the doors. For flashckpt itself and its tests; other programs must not rely on it."""
+    """Return the internals of a Checkpointer. For flashckpt itself and its tests: other programs must not rely on
+    them."""
     return checkpointer._internals
 
 

@@ -1,6 +1,7 @@
-"""FlashWriter and FlashReader: plain `torch.distributed.checkpoint` on top of flashckpt's memory.
+"""FlashWriter and FlashReader: store `torch.distributed.checkpoint` (DCP) checkpoints in flashckpt's memory.
 
-DCP plans, flashckpt stores: what one API saved the other loads, because both write the same shards.
+DCP plans and flashckpt stores. A Checkpointer can load what DCP saved and the reverse, because both write the same
+shards.
 """
 
 from __future__ import annotations
@@ -67,17 +68,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Attempts made by a process of DCP's own (async_save with a process) count from here, so that they never meet
-# those of the trainer, which it can't see.
+# Attempts of a process that DCP spawned (async_save with a process) are numbered from here. So they never have the
+# number of an attempt of the trainer, whose attempts that process can't see.
 _FOREIGN_SEQ = 1 << 32
 
 
-# Marks bytes that a planner of the user's made and will parse again, apart from a saved `bytes` value.
+# Marks bytes that the user's planner made and will parse again. A saved `bytes` value has no such mark.
 _PLANNER_BYTES = "\x1fplanner bytes"
 
 
 class _Foreign:
-    """The store as seen from a process that DCP spawned; lives as long as that process."""
+    """Holds the store as opened in a process that DCP spawned. It lives as long as that process."""
 
     def __init__(self, origin: DcpOrigin) -> None:
         config = origin.settings.config
@@ -99,7 +100,7 @@ class _Foreign:
         return _foreign.get(origin) or _foreign.setdefault(origin, _Foreign(origin))
 
     def claim(self, origin: DcpOrigin) -> None:
-        """As JobClaim.take_here."""
+        """Do what `JobClaim.take_here` does."""
         if not self._claims:
             refuse_beside_live_here(origin.topology, self.writer.slots, origin.settings.job)
             self._claims = True
@@ -114,9 +115,12 @@ _foreign: dict[DcpOrigin, _Foreign] = {}
 
 
 class FlashWriter(StorageWriter):
-    """Storage writer for `dcp.save` and `dcp.async_save` (thread and process).
+    """Stores what `dcp.save` and `dcp.async_save` (thread and process) save. A storage writer of DCP.
 
-    The step is `step=`, else the number at the end of `checkpoint_id` ("step-10", "run/checkpoint-10").
+    Args:
+        checkpointer: the Checkpointer of this rank.
+        step: the number of the step. Default: the number at the end of `checkpoint_id` ("step-10",
+            "run/checkpoint-10").
     """
 
     def __init__(self, checkpointer: Checkpointer, step: int | None = None) -> None:
@@ -128,7 +132,7 @@ class FlashWriter(StorageWriter):
         self._world: int | None = None
         self.generation: Generation | None = None
 
-    # A copy that travels to another process leaves mappings and sockets behind and finds its own there.
+    # A copy that is sent to another process has no mappings and sockets. That process opens its own.
     def __getstate__(self) -> dict[str, Any]:
         origin = self._internals.origin() if self._internals is not None else self._origin
         return {**self.__dict__, "_internals": None, "_origin": origin}
@@ -148,35 +152,35 @@ class FlashWriter(StorageWriter):
             self._world = self._origin.topology.world
 
     def prepare_local_plan(self, plan: DcpSavePlan) -> DcpSavePlan:
-        # Here, where DCP still stops all ranks if one raises: to write takes the agents over.
+        # Claimed here, where DCP still stops all ranks if one raises. Writing takes the agents over.
         if self._internals is not None:
             self._internals.check_enabled()
             self._internals.refuse_to_write("save")
             self._internals.claim.take_here()
         else:
             _Foreign.of(self._origin).claim(self._origin)
-        # The coordinator's planner leaves each plain tensor to one rank, and the plan no longer tells who else has it.
+        # The coordinator's planner gives each plain tensor to one rank. Its plan does not say who else has it.
         return replace(plan, storage_data=tuple(item.index.fqn for item in plan.items if _is_assumed(item)))
 
     def prepare_global_plan(self, plans: list[DcpSavePlan]) -> list[DcpSavePlan]:
-        # The coordinator alone sees how many ranks take part: one with no_dist, else all.
+        # Only the coordinator sees how many ranks take part: one with no_dist, else all.
         if self._world is None:
             self._world = len(plans)
         return _assumed_to_lowest(plans)
 
     def write_data(self, plan: DcpSavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Writes and seals this rank's shard. Errors reach DCP, which tells all ranks."""
+        """Writes and seals this rank's shard. An error is raised to DCP, which raises it on all ranks."""
         step, world = self._step(), self._world
         if world is None:
             raise InternalError("write_data before the global plan")
         if world != self._origin.topology.world:
-            # It would count as newer than, and set free, what all ranks saved together.
+            # It would count as newer than what all ranks saved together, and would free it.
             raise ConfigError(
                 f"DCP saves with {world} ranks, this Checkpointer has {self._origin.topology.world}",
                 hint="make a Checkpointer with that process_group and a job name of its own",
             )
         tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
-        tensors.sort(key=lambda item: not _is_assumed(item))  # as save/plan.py lays them out
+        tensors.sort(key=lambda item: not _is_assumed(item))  # in the order of save/plan.py
         flat, ours = _plan_tensors(tensors, planner)
         for item in plan.items:
             if item.type == WriteItemType.BYTE_IO:
@@ -202,7 +206,7 @@ class FlashWriter(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        # Nothing to write: the shards describe themselves, and all of them are sealed by now.
+        # No metadata file is written: each shard has its own description, and all shards are sealed.
         log.info("%s: saved through DCP by %d ranks", self.generation, len(results))
 
     @classmethod
@@ -231,7 +235,7 @@ def _step_of(checkpoint_id: str) -> int | None:
 
 
 def _plan_tensors(items: list[WriteItem], planner: SavePlanner) -> tuple[Flat, SavePlan]:
-    """DCP's write items as a save plan: one entry and one whole source each."""
+    """Return DCP's write items as a save plan, with one entry and one source per item."""
     paths = getattr(planner, "mappings", {})
     flat = Flat()
     entries, sources = [], []
@@ -269,12 +273,13 @@ def _plan_tensors(items: list[WriteItem], planner: SavePlanner) -> tuple[Flat, S
 
 
 def _is_assumed(item: WriteItem) -> bool:
-    """Whether it is an assumed tensor (state/regions.py): DCP calls a whole tensor that is no DTensor TENSOR."""
+    """Return True for an assumed tensor (state/regions.py). DCP gives the type TENSOR to a complete tensor that is no
+    DTensor."""
     return item.type == WriteItemType.TENSOR
 
 
 def _assumed_to_lowest(plans: list[DcpSavePlan]) -> list[DcpSavePlan]:
-    """Makes the lowest rank that has a plain tensor write it. DCP would spread them over all ranks."""
+    """Make the lowest rank that has a plain tensor write it. DCP would spread such tensors over all ranks."""
     lowest: dict[str, int] = {}
     for rank, plan in enumerate(plans):
         for fqn in plan.storage_data or ():
@@ -290,7 +295,8 @@ def _assumed_to_lowest(plans: list[DcpSavePlan]) -> list[DcpSavePlan]:
 
 
 def _value(item: WriteItem, planner: SavePlanner) -> Any:
-    """The object itself where the planner lets us have it: then no pickle reaches the memory format."""
+    """Return the object itself if the planner gives it, so that no pickle reaches the memory format. Else return the
+    planner's bytes."""
     if (
         isinstance(planner, DefaultSavePlanner)
         and type(planner).transform_object is DefaultSavePlanner.transform_object
@@ -303,7 +309,7 @@ def _value(item: WriteItem, planner: SavePlanner) -> Any:
 
 
 def _to_stream(value: Any) -> io.BytesIO:
-    """What `planner.load_bytes` gets: the planner's own bytes, or the value as DCP would have saved it."""
+    """Return what `planner.load_bytes` gets: the planner's own bytes, or the value as DCP would have saved it."""
     if isinstance(value, dict) and list(value) == [_PLANNER_BYTES]:
         return io.BytesIO(value[_PLANNER_BYTES])
     stream = io.BytesIO()
@@ -313,10 +319,16 @@ def _to_stream(value: Any) -> io.BytesIO:
 
 
 class FlashReader(StorageReader):
-    """Storage reader for `dcp.load`: the newest usable generation, or that of `step`.
+    """Reads the newest usable generation, or that of `step`, for `dcp.load`. A storage reader of DCP.
 
-    Like `Checkpointer.load`, a load of all ranks takes the job over, unless `read_only`. Beside live trainers of
-    another launch it raises LiveJobError, unless `take_over`.
+    Args:
+        checkpointer: the Checkpointer of this rank.
+        step: the step to load. Default: the number at the end of `checkpoint_id`, else the newest step.
+        read_only: change nothing, in memory or on disk. Default: `config.load_only`.
+        take_over: take the job over even if trainers of another launch are alive. Without it, `dcp.load` raises
+            LiveJobError.
+
+    Like `Checkpointer.load`, a load of all ranks takes the job over, unless it is read-only.
     """
 
     def __init__(
@@ -336,7 +348,7 @@ class FlashReader(StorageReader):
         self._attempt: Attempt | None = None
         self._context: LoadContext
         self._recovery: Recovery
-        self._launch: Launch | None = None  # taken over before anything was looked at
+        self._launch: Launch | None = None  # the launch that was begun before anything was read
         self._rank = 0
 
     @property
@@ -345,7 +357,7 @@ class FlashReader(StorageReader):
 
     @property
     def generation(self) -> Generation | None:
-        """What the last `dcp.load` read."""
+        """Returns the generation that the last `dcp.load` read."""
         return self._attempt.generation if self._attempt is not None else None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -357,15 +369,16 @@ class FlashReader(StorageReader):
                 raise _no_step(self._checkpoint_id, "FlashReader")
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Chooses a generation and describes it in DCP's words.
+        """Chooses a generation and returns its metadata in the form that DCP needs.
 
-        On one node ranks choose by themselves, from the same directory, and the coordinator refuses to go on if they
-        differ. On several nodes no rank sees everything: they choose together, so that all of them have to load.
+        On one node each rank chooses by itself, from the same directory, and the coordinator raises IncompatibleError
+        if the choices differ. On several nodes no rank sees everything. The ranks choose together, so all of them have
+        to load.
         """
         self._close()
         internals = self._internals
         internals.check_enabled()
-        # A rank that is quick would miss what slower ranks of its node are still sealing.
+        # A fast rank would not see shards that slower ranks of its node are still sealing.
         internals.saver.writer.wait_until_settled(internals.topology.node_ranks)
         alone = len(internals.topology.nodes) == 1
         self._launch = None if alone or self._read_only else self._begin_launch()
@@ -375,7 +388,7 @@ class FlashReader(StorageReader):
         return _metadata(self._attempt)
 
     def _begin_launch(self) -> Launch:
-        """As load() does before it looks at anything. Collective."""
+        """Do what `Checkpointer.load` does before it looks at anything. Collective."""
         self._internals.claim.take(take_over=self._take_over)
         self._internals.claim.renew_launch()
         return self._internals.slots.launch
@@ -395,7 +408,7 @@ class FlashReader(StorageReader):
             )
         launch = self._launch
         if launch is None and len(plans) == self._internals.topology.world and not self._read_only:
-            # All ranks load: what they save from now on follows this generation.
+            # All ranks load, so their next saves follow this generation.
             if not self._take_over:
                 self._internals.refuse_to_write("save")
                 self._internals.claim.take_here(again=True)
@@ -430,13 +443,13 @@ class FlashReader(StorageReader):
             attempt.fetch(transfers, targets, needs)
             agree(context.group, context.node, "reading", fill)
         except StepBackError as error:
-            # DCP has planned for this generation and can't go on to another one.
+            # DCP has planned for this generation and can't change to another one.
             cause = error.__cause__
             raise cause if isinstance(cause, CorruptShardError) else UnusableError(error.message) from error
         for item, tensor in zip(tensors, resolved, strict=True):
             planner.commit_tensor(item, tensor)
         self._internals.saver.deferrals.forget_frozen()
-        if plan.storage_data is not None:  # all ranks agreed to go on from here; None: only some load
+        if plan.storage_data is not None:  # all ranks agreed to continue from here; None: only some load
             self._internals.claim.go_on_with(plan.storage_data, self._recovery, attempt.generation)
         attempt.close()
         done: Future[None] = Future()
@@ -485,9 +498,10 @@ def _metadata(attempt: Attempt) -> Metadata:
 
 
 def _pieces(attempt: Attempt, keys: list[str]) -> dict[tuple[str, tuple[int, ...]], Piece]:
-    """What DCP's storage index names: the nearest stored region of that key at those offsets.
+    """Return the piece that each storage index of DCP names: the nearest stored region of that key at those offsets.
 
-    Of the assumed tensors among `keys`, those to be read, the one that has to be taken.
+    `keys` are the tensors to be read. Of an assumed tensor among them, the piece is the one of the rank that all have
+    to read.
     """
     reader = attempt.reader
     sources = attempt.sources(dict.fromkeys(keys))

@@ -1,4 +1,5 @@
-"""CheckpointManager: the whole training state in one object. `save` and `load` read as the list of their stages."""
+"""CheckpointManager: saves and loads the whole training state in one object. `save` and `load` read as the list of
+their stages."""
 
 from __future__ import annotations
 
@@ -48,10 +49,21 @@ log = logging.getLogger(__name__)
 class CheckpointManager:
     """Saves and restores model, optimizers, schedulers, data loader and random numbers. Make one on every rank.
 
-    `model` and `optimizer` may be lists (pipeline parts, several optimizers). `states` are further Stateful objects
-    or mappings by name. `save_policy(step) -> bool` replaces `config.interval`; `keep_policy(step) -> bool`
-    makes steps permanent in persist_dir; `on_event` gets every `Event`, on the training thread; `pre_snapshot` is
-    called before each snapshot. Start and `load` are collective, `save` is local.
+    Args:
+        config: the settings. Default: `CheckpointConfig()`.
+        model: the model, or a list of models (the parts of a pipeline).
+        optimizer: the optimizer, or a list of them.
+        lr_scheduler: the scheduler, or a list of them.
+        dataloader: a data loader that has a `state_dict()`. A loader without one is not saved, and a warning is logged.
+        states: further Stateful objects or mappings, by name.
+        rng: whether the random numbers are saved too.
+        process_group: the ranks that save together. Default: all ranks.
+        save_policy: `save_policy(step)` returns True if a step is due. It replaces `config.interval`.
+        keep_policy: `keep_policy(step)` returns True if a step is permanent in persist_dir.
+        on_event: called with every `Event`, on the training thread.
+        pre_snapshot: called before each snapshot.
+
+    The constructor and `load` are collective. `save` is local, except the first one.
     """
 
     def __init__(
@@ -91,11 +103,11 @@ class CheckpointManager:
         self._recorder = Recorder(on_event)
         self._structures = Structures(self._state.model)
         self._structures.note_new(self._state.states)
-        self._handle: SaveHandle | None = None  # of the newest save
+        self._handle: SaveHandle | None = None  # handle of the newest save
         self._seen: int | None = None  # the step that `save` was last called for
         self._said: tuple[Mapping[str, Any] | None, Mapping[str, Any] | None] = (None, None)  # extra, compat with it
         self._loaded_step: int | None = None
-        self._prewarmed = False  # or nothing is left to make ahead
+        self._prewarmed = False  # prewarm() was called
         self._locked = False
         self._loading = False
         self._closed = self._all_closed = False
@@ -128,13 +140,13 @@ class CheckpointManager:
     # --- save -----------------------------------------------------------------------------------------------
 
     def should_save(self, step: int, *, last_step: bool = False, force: bool = False) -> bool:
-        """Whether `save` would save. Without effect, and the same on every rank."""
+        """Returns True if `save` would save this step. Changes nothing, and is the same on every rank."""
         return self.decide(step, last_step=last_step, force=force).save
 
     def decide(
         self, step: int, *, last_step: bool = False, force: bool = False, persist: bool | None = None
     ) -> Decision:
-        """As `should_save`, with the reason."""
+        """Returns what `should_save` returns, and also whether the step is flushed, with the reason."""
         return decide(
             step,
             self.config,
@@ -156,13 +168,29 @@ class CheckpointManager:
         extra: Mapping[str, Any] | None = None,
         compat: Mapping[str, Any] | None = None,
     ) -> SaveHandle | None:
-        """Saves `step`, which has just been finished, if it is due; else None. Call it at every step, on every rank.
+        """Saves `step`, which has just been finished, if it is due. Call it at every step, on every rank.
 
-        With `config.overlap` the copy goes on after this returns, and `optimizer.step()` waits for it; whoever
-        changes parameters otherwise calls `maybe_wait_for_staging()` before. `extra` comes back as
-        `LoadResult.extra`; `compat` is what a later `load(expect=…)` is compared with. `persist` asks for a copy in
-        persist_dir, or against it. A `permanent` one neither counts for `keep_latest_k` nor is removed by it (None:
-        `keep_policy` says); True asks for the copy too.
+        Args:
+            step: the number of the step.
+            last_step: this is the last step. It is saved in any case. This then waits, at most `config.save_timeout`,
+                until the save has reached its highest level in memory.
+            force: save the step even if it is not due.
+            persist: True: save the step even if it is not due, and flush it to persist_dir. False: do not flush it.
+                None: the config decides.
+            permanent: True: in persist_dir the step neither counts for `keep_latest_k` nor is removed because of it.
+                This asks for the flush too, if `persist` is None. None: `keep_policy` decides.
+            extra: further values. They come back as `LoadResult.extra`.
+            compat: what a later `load(expect=…)` is compared with.
+
+        Returns:
+            The handle of the save. None if the step is not due.
+
+        Raises:
+            As `Checkpointer.save`. ConfigError if `persist` or `permanent` asks for a flush and nobody writes to
+                persist_dir. SystemExit after the last save if a signal handler was given an `exit_code`.
+
+        With `config.overlap` the copy continues after this returns, and `optimizer.step()` waits for it. Code that
+        changes parameters in another way calls `maybe_wait_for_staging()` first.
         """
         self._check_free("save")
         stopping = self._signals is not None and self._signals.is_final(step)
@@ -172,7 +200,7 @@ class CheckpointManager:
             persist = True
         self._check_persist(persist)
         decision = self.decide(step, last_step=last_step, force=force or stopping, persist=persist)
-        wrapped = wrap_extra(extra, self._state.parts, compat, permanent)  # also where nothing is due: it may be wrong
+        wrapped = wrap_extra(extra, self._state.parts, compat, permanent)  # checks the arguments at every step
         self._seen, self._said = step, (extra, compat)
         self._cooldown.note(step, decision.save)
         self._poll()
@@ -181,7 +209,7 @@ class CheckpointManager:
             return None
         handle = self._snapshot(step, wrapped)
         if decision.persist and handle.persists and self._internals.topology.rank == 0:
-            self._to_flush.append(handle)  # asked for once it is sealed, by one rank for all
+            self._to_flush.append(handle)  # one rank asks for all, once the save is sealed
         if step == 1 and self.config.enable_first_step_checkpoint:
             self.maybe_wait_for_staging()
             if not self._internals.disabled:
@@ -198,7 +226,7 @@ class CheckpointManager:
         return handle
 
     def _check_persist(self, persist: bool | None) -> None:
-        """Refuse to promise what nobody would do."""
+        """Refuse to promise a flush that nobody would make."""
         if persist and not (self._internals.settings.persists or self._internals.disabled):
             found = "none" if self.config.persist_dir is None else "that nobody writes there (agent='off')"
             raise ConfigError(
@@ -208,7 +236,7 @@ class CheckpointManager:
 
     def _snapshot(self, step: int, extra: Mapping[str, Any]) -> SaveHandle:
         began = time.time()
-        overlap = self.config.overlaps and bool(self._state.optimizers)  # without a gate nothing holds the caller back
+        overlap = self.config.overlaps and bool(self._state.optimizers)  # without a gate nothing holds the caller
         if self._pre_snapshot is not None:
             self._pre_snapshot()
         self.maybe_wait_for_staging()
@@ -239,7 +267,7 @@ class CheckpointManager:
         self._poll()
 
     def _poll(self) -> None:
-        """What happened in the background since the last call."""
+        """Handle what happened in the background since the last call."""
         self._ask_flushes()
         self._recorder.overtaken(self._seen or 0, self._checkpointer.overtaken)
         self._recorder.poll()
@@ -255,10 +283,12 @@ class CheckpointManager:
             return True
 
     def prewarm(self, *, background: bool = False) -> None:
-        """Makes the memory that saves will need ahead of the first one. Collective; once the optimizer took a step.
+        """Makes the memory for the first save in advance. Collective. Call it once the optimizer has taken a step.
 
-        With `background` it returns once it is known that the memory suffices. With `config.prewarm` that happens by
-        itself, at the first call of `save` that saves nothing yet.
+        Args:
+            background: return as soon as it is known that the memory suffices, and make it in a thread.
+
+        With `config.prewarm` the first call of `save` that does not save does this by itself, in the background.
         """
         self._check_free("prewarm")
         self.maybe_wait_for_staging()
@@ -266,7 +296,8 @@ class CheckpointManager:
         self._checkpointer.prewarm(self._state.capture(), background=background)
 
     def _prewarm_once(self) -> None:
-        """The optimizer took a step, so the state has its size. All ranks are here: a save is due for all or none."""
+        """Prewarm at the first step that is not due: the optimizer took a step, so the state has its size. All ranks
+        are here, because a save is due for all or none."""
         if self._prewarmed or not self.config.prewarm or self.config.load_only or self._internals.disabled:
             return
         try:
@@ -294,23 +325,36 @@ class CheckpointManager:
         take_over: bool = False,
         history: str | None = None,
     ) -> LoadResult | None:
-        """Restores the newest usable checkpoint, or that of `step`. None: the job has never saved one. Collective.
+        """Restores the newest usable checkpoint, or that of `step`. Collective.
 
-        `exclude_from_loading` names parts to leave as they are (instead of the config's). `strict=False` lets keys and
-        parts be missing. `key_mapping` renames: names of the model → names in the checkpoint. `expect` is compared
-        with what `save(compat=…)` declared, before any tensor is read.
+        Args:
+            step: the step to load. None or -1: the newest one.
+            path: load the checkpoint at this path instead: one of flashckpt, of this run or another, a plain DCP
+                checkpoint, or a Hugging Face model (safetensors). Of a Hugging Face model only the model is loaded,
+                converted to the model's dtypes.
+            exclude_from_loading: parts to leave as they are. Default: `config.exclude_from_loading`.
+            strict: if False, keys and parts may be missing.
+            key_mapping: names of the model → names in the checkpoint.
+            expect: compared with what `save(compat=…)` declared, before any tensor is read.
+            on_mismatch: what to do if `expect` differs: "raise" or "warn".
+            cast: convert dtypes.
+            allow_fresh: if nothing is usable and no tensor was written to, start anew instead of raising UnusableError.
+            read_only: change nothing, in memory or on disk, for example for an evaluation beside the training. Default:
+                `config.load_only`.
+            take_over: take the job over even if trainers of another launch are alive. Their saves fail from then on.
+            history: name of the history to load, or of an abandoned one to go back to.
 
-        `path` loads that checkpoint instead, of this run or another: ours, a foreign DCP one, or a Hugging Face model
-        (safetensors; only the model, converted to its dtypes). Where the job has saved
-        nothing, `config.initial_load_path` is taken; with `initial_load_model_only` that is still a fresh start: None
-        is returned, and `initial_load` has the result.
+        Returns:
+            What was loaded, and from where. None if the job has never saved a checkpoint, or starts anew.
 
-        `read_only` leaves the job as it is, in memory and on disk, for an evaluation beside the training; it is the
-        default with `config.load_only`. Without it, a load beside live trainers of another launch raises
-        LiveJobError; `take_over=True` takes the job from them, and their saves fail from then on.
+        Raises:
+            As `Checkpointer.load`: UnusableError, NotFoundError, MissingKeyError, StructureError, AmbiguousHistoryError
+                and LiveJobError.
+            MismatchError: `expect` differs from what was declared at the save, and `on_mismatch` is "raise".
+            ConfigError: the arguments are wrong, for example `path` and `step` together.
 
-        If there are two histories of which none goes on from the other, AmbiguousHistoryError names both; `history`
-        takes the one of that name, or goes back to an abandoned one.
+        If the job has saved nothing, `config.initial_load_path` is loaded. With `config.initial_load_model_only` that
+        is still a fresh start: None is returned, and `initial_load` has the result.
         """
         self._check_free("load")
         if step != -1:
@@ -344,7 +388,7 @@ class CheckpointManager:
         return self._load_initial(wish, key_mapping, cast)
 
     def _load_initial(self, wish: LoadWish, key_mapping: Mapping[str, str] | None, cast: bool) -> LoadResult | None:
-        """Nothing of our own: what the job is to start from, if anything."""
+        """Load what the job is to start from, if anything: it has no checkpoint of its own."""
         if self.config.initial_load_path is None or self._internals.disabled:
             return None
         model_only = self.config.initial_load_model_only
@@ -376,11 +420,12 @@ class CheckpointManager:
 
     @property
     def initial_load(self) -> LoadResult | None:
-        """What `config.initial_load_path` gave, where `load` fell back to it."""
+        """Returns the result of loading `config.initial_load_path`, or None if `load` did not load it."""
         return self._initial
 
     def _finish_load(self, result: LoadResult, template: Template) -> LoadResult:
-        """What needs to know the world that saved: the data loaders of new ranks, and the random numbers."""
+        """Restore what depends on the number of ranks that saved: the data loaders of new ranks, and the random
+        numbers."""
         world = self._internals.topology.world
         if world > result.saved_world_size:
             dataloader_of_rank_0(template.dataloader, self._internals.group, result.saved_world_size)
@@ -427,11 +472,12 @@ class CheckpointManager:
             self._loading = False
 
     def apply_dataloader_state(self, dataloader: Any) -> bool:
-        """Hands a data loader that was made after `load` the state that was kept for it. False: there is none."""
+        """Gives the state that was kept for the data loader to a loader that was made after `load`. Returns False if
+        there is none."""
         return self.apply(DATALOADER, dataloader)
 
     def apply(self, name: str, owner: Any) -> bool:
-        """Hands `owner` the state under `name` in `pending_states`."""
+        """Gives the state under `name` in `pending_states` to `owner`. Returns False if there is none."""
         if owner is None or not hasattr(owner, "load_state_dict"):
             self._pending.pop(name, None)
             return False
@@ -444,19 +490,28 @@ class CheckpointManager:
 
     @property
     def pending_states(self) -> Mapping[str, Any]:
-        """States that were loaded and have no owner yet."""
+        """Returns the states that were loaded and have no owner yet, by name."""
         return dict(self._pending)
 
     # --- waiting --------------------------------------------------------------------------------------------
 
     def maybe_wait_for_staging(self) -> float:
-        """Returns once parameters may be changed; the seconds it held the caller. `optimizer.step()` calls it."""
+        """Waits until parameters may be changed. Returns the seconds that it waited. `optimizer.step()` calls it."""
         return self._gate.wait()
 
     def wait(self, level: str | Level | None = None, timeout: float | None = None) -> Outcome | None:
-        """Waits until the newest save has reached `level`; by default the highest but disk that it can reach.
+        """Waits until the newest save has reached `level`, and returns how the save ended.
 
-        None: there is no save of this launch. Raises DeadlineError after `timeout` (default save_timeout) seconds.
+        Args:
+            level: "staged", "sealed", "replicated" or "persisted". Default: the highest level in memory that the save
+                can reach.
+            timeout: seconds. Default: `config.save_timeout`.
+
+        Returns:
+            The outcome. None if this launch has not saved yet.
+
+        Raises:
+            DeadlineError: the level was not reached within `timeout`.
         """
         self._check_open()
         self.maybe_wait_for_staging()
@@ -469,12 +524,13 @@ class CheckpointManager:
         return outcome
 
     def flush_pending_save(self, timeout: float | None = None) -> Outcome | None:
-        """As `wait()`: call it before the structure of the model or `requires_grad` changes."""
+        """Waits as `wait()` does. Call it before the structure of the model or `requires_grad` changes."""
         return self.wait(timeout=timeout)
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Within it nothing copies and nothing may be saved or loaded: for changes outside of `optimizer.step()`."""
+        """Keeps saves, copies and loads out of a `with` block, in which parameters may be changed outside of
+        `optimizer.step()`."""
         self._check_free("lock")
         self.maybe_wait_for_staging()
         self._internals.settle()
@@ -486,7 +542,7 @@ class CheckpointManager:
 
     @property
     def is_pending(self) -> bool:
-        """A save is still on its way to the highest level but disk that it can reach."""
+        """Returns True if the newest save is under way to the highest level in memory that it can reach."""
         handle = self._handle
         if handle is None or handle.outcome not in (None, Outcome.OK):
             return False
@@ -495,18 +551,20 @@ class CheckpointManager:
     # --- looking --------------------------------------------------------------------------------------------
 
     def all_steps(self) -> tuple[int, ...]:
-        """Steps that are complete in this node's memory or in persist_dir, ascending."""
+        """Returns the steps that are complete in this node's memory or in persist_dir, ascending."""
         if self._internals.disabled:
             return ()
         complete = {g.step for g, state, _ in self._checkpointer.status().generations if state == "complete"}
         return tuple(sorted(complete | persisted_steps(self.config.persist_dir, self._checkpointer.job)))
 
     def latest_step(self) -> int | None:
+        """Returns the newest step of `all_steps()`, or None."""
         steps = self.all_steps()
         return steps[-1] if steps else None
 
     def peek_saved_step(self) -> int | None:
-        """The step that `load` would most likely find, from what this node knows. Never raises, moves nothing."""
+        """Returns the step that `load` would most likely find, as far as this node knows. Never raises and changes
+        nothing."""
         try:
             return self.latest_step()
         except (FlashError, OSError) as error:
@@ -514,16 +572,32 @@ class CheckpointManager:
             return None
 
     def write_file(self, name: str, contents: str | bytes, *, step: int | None = None, overwrite: bool = False) -> str:
-        """Puts a file of the user's beside the checkpoints in persist_dir. Local: call it on one rank."""
+        """Writes a file of the user's into persist_dir. Local: call it on one rank.
+
+        Args:
+            name: the name of the file, without a directory.
+            contents: what to write.
+            step: write it into the directory of this persisted step. None: beside the steps.
+            overwrite: replace the file if it exists.
+
+        Returns:
+            The path or URL of the file.
+
+        Raises:
+            ExistsError: the file exists, and `overwrite` is not set.
+            NotFoundError: `step` is not in persist_dir.
+        """
         self._check_open()
         return write_file(self.config.persist_dir, name, contents, step=step, overwrite=overwrite)
 
     def metrics(self) -> Metrics:
+        """Returns the figures of this rank since the manager was made."""
         self._recorder.overtaken(self._seen or 0, self._checkpointer.overtaken)
         return self._recorder.metrics(time.time())
 
     @property
     def checkpointer(self) -> Checkpointer:
+        """Returns the Checkpointer that this manager uses."""
         return self._checkpointer
 
     # --- signals, end ---------------------------------------------------------------------------------------
@@ -535,7 +609,7 @@ class CheckpointManager:
         deadline: float = 60.0,
         exit_code: int | None = None,
     ) -> SignalHandlers:
-        """See flashckpt.install_signal_handlers. `close` puts the previous handlers back."""
+        """Does what `flashckpt.install_signal_handlers` does. `close` restores the previous handlers."""
         self._check_open()
         if self._signals is not None:
             self._signals.restore()
@@ -545,11 +619,12 @@ class CheckpointManager:
 
     @property
     def stop_requested(self) -> bool:
-        """The last snapshot was taken after a signal: the loop should end."""
+        """Returns True if the last snapshot was taken because of a signal. The training loop should then end."""
         return self._signals is not None and self._signals.finished
 
     def finalize(self) -> SaveHandle | None:
-        """Saves the last step that `save` was called for, if it was not due then, and waits for it."""
+        """Saves the last step that `save` was called for, if it was not saved then. Waits for the newest save and
+        returns its handle."""
         self._check_free("finalize")
         handle = self._handle
         if self._seen is not None and self._seen > 0 and not self.config.load_only:
@@ -564,8 +639,8 @@ class CheckpointManager:
     def close(self) -> None:
         """Waits for a copy that is under way, and removes hooks and signal handlers.
 
-        Takes at most save_timeout, as `Checkpointer.close`. May be called twice; if an exception ended it, call it
-        again to finish it.
+        It takes at most `config.save_timeout`, as `Checkpointer.close` does. It may be called twice. If an exception
+        ended it, call it again to finish it.
         """
         self._closed = True
         if self._all_closed:
@@ -575,7 +650,7 @@ class CheckpointManager:
             return
         deadline = time.monotonic() + self.config.save_timeout
         self._end_load()
-        with contextlib.suppress(Exception):  # its handle tells
+        with contextlib.suppress(Exception):  # the handle has the error
             self._internals.settle(0.5 * self.config.save_timeout)
         self._gate.remove()
         if self._signals is not None:
@@ -588,7 +663,7 @@ class CheckpointManager:
         self._dropped.detach()
 
     def _close_forked(self) -> None:
-        """In a forked child: hooks and handlers are its own copies, all else is the parent's."""
+        """Close in a forked child: the hooks and handlers are its own copies, everything else belongs to the parent."""
         self._gate.remove()
         if self._signals is not None:
             self._signals.restore()

@@ -1,4 +1,4 @@
-"""Settings: what an argument, the environment and the defaults say."""
+"""Settings: finds each value in the arguments, the environment or the defaults."""
 
 from flashckpt.config.fields import CheckpointConfig
 from flashckpt.config.groups import InitialLoad, Memory, Network, Persist, Replication, Saving

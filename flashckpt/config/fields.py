@@ -1,4 +1,5 @@
-"""The one configuration object. Every setting has a flat name, and most can be given in a group too (groups.py)."""
+"""Defines the one configuration object. Every setting has a flat name. Most can also be given in a group
+(groups.py)."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from flashckpt.config import groups
 from flashckpt.config.grouping import Given, flat_values, records_given
 
-# Here and not for type checkers alone: get_type_hints() looks the names up.
+# Imported at run time too: get_type_hints() looks the names up.
 from flashckpt.config.groups import InitialLoad, Memory, Network, Persist, Replication, Saving  # noqa: TC001
 from flashckpt.config.table import GROUPS
 from flashckpt.errors import ConfigError
@@ -24,115 +25,122 @@ _ASYNC_MODES = ("disabled", "async", "async_with_pinned_mem")
 @records_given
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig(Given):
-    """What to keep, where, and how often.
+    """Says what to keep, where, and how often.
 
-    A setting may be given by its flat name or in a group: `persist_interval=500` is `persist=Persist(interval=500)`.
-    To give it in both ways is an error. Settings are read by their flat names alone.
+    A setting may be given by its flat name or in a group: `persist_interval=500` is `persist=Persist(interval=500)`. To
+    give it in both ways is an error. Settings are read by their flat names only.
     """
 
     job: str | None = None
-    """Sticky name of the run. Default: FLASHCKPT_JOB, a sticky launcher id, or a hash of persist_dir."""
+    """Name of the run that stays the same when the run is restarted. Default: FLASHCKPT_JOB, a launcher id that
+    survives restarts, or a hash of persist_dir."""
 
     memory_dir: str | None = None
-    """Directory on a tmpfs. Default: FLASHCKPT_MEMORY_DIR, else /dev/shm/flashckpt-<uid>, a directory per user."""
+    """Directory on a tmpfs. Default: FLASHCKPT_MEMORY_DIR, else /dev/shm/flashckpt-<uid>, one directory per user."""
 
     persist_dir: str | None = None
-    """Where the slow flush goes: an absolute path that all nodes share, or an fsspec URL. None: memory only. Also names
-    the job if nothing else does."""
+    """Directory that generations are flushed to: an absolute path that all nodes share, or an fsspec URL. None:
+    checkpoints stay in memory only. It also names the job if nothing else does."""
 
     interval: int = 1
-    """Steps between saves of a manager."""
+    """Steps between the saves of a manager."""
 
     persist_interval: int | None = None
-    """Steps between flushes to persist_dir: the first committed generation at or after each multiple is flushed."""
+    """Steps between flushes to persist_dir. The first committed generation at or after each multiple is flushed."""
 
     persist_interval_minutes: float | None = None
     """Minutes between flushes to persist_dir, instead of persist_interval."""
 
     persist_on_exit: bool = True
-    """Whether the newest committed generation is flushed when the trainers end, however they do, and when the agent is
-    told to stop."""
+    """Whether the newest committed generation is flushed when the trainers end, for whatever reason, and when the agent
+    is told to stop."""
 
     persist_max_mbps: float | None = None
-    """Most megabits a second that a node writes to persist_dir; None: no limit."""
+    """Limit in megabits per second for what a node writes to persist_dir. None: no limit."""
 
     persist_concurrency: int = 2
-    """Files that a node writes to persist_dir at once."""
+    """Number of files that a node writes to persist_dir at once."""
 
     persist_timeout: float = 1800.0
-    """Seconds that a flush may take; then it counts as failed, and is tried again."""
+    """Seconds that a flush may take. After that it counts as failed and is tried again."""
 
     persist_drain_timeout: float = 60.0
-    """Seconds that an agent which is told to stop gives to a flush."""
+    """Seconds that an agent waits for a flush when it is told to stop."""
 
     persist_overwrite: bool = False
     """Whether this job may write to a persist_dir that belongs to another job, or replace a step that another job or
-    program wrote there. It then takes the directory over, replaces steps of the same number and moves `latest`. Other
-    steps stay as they are. False: such a flush fails and says what lies there."""
+    program wrote there. True: the job takes the directory over, replaces steps of the same number and moves `latest`.
+    Other steps stay as they are. False: such a flush fails and names what it found there."""
 
     keep_latest_k: int = 0
-    """Steps that are kept in persist_dir, the newest ones; 0: all. Not 1: the last one may just be being replaced. The
-    newest good step and what `latest` names always stay."""
+    """Number of steps that are kept in persist_dir, the newest ones. 0: all. 1 is refused, because the newest step may
+    be about to be replaced. The newest valid step and the step that `latest` names always stay."""
 
     keep_every: int | None = None
-    """Steps in persist_dir that are a multiple of this are permanent: retention neither counts nor removes them."""
+    """Steps in persist_dir that are a multiple of this are permanent: they do not count for keep_latest_k and are never
+    removed."""
 
     keep_steps: tuple[int, ...] = ()
-    """Steps in persist_dir that are permanent too: milestones."""
+    """Milestones: steps in persist_dir that are permanent too."""
 
     replicas: int = 1
-    """Copies of each shard on other nodes; as many node losses are survived. Fewer where there are fewer nodes."""
+    """Number of copies of each shard on other nodes. The job survives the loss of as many nodes. If there are fewer
+    nodes, there are fewer copies."""
 
     placement: str = "ring"
-    """Who keeps whose replicas: "ring" spreads them, "group" makes closed groups (fewest fatal pairs of nodes)."""
+    """Rule that says which nodes keep whose replicas. "ring" spreads them over the nodes. "group" makes closed groups
+    of nodes, so that the fewest pairs of nodes are fatal if both are lost."""
 
     agent: Literal["auto", "off"] | None = None
-    """"auto" (default, or FLASHCKPT_AGENT): one agent process a node owns the slots, replicates and outlives the
-    trainers; it is started when none runs. "off": one node only, this process manages its slots itself."""
+    """Whether each node has an agent. "auto" (default, or FLASHCKPT_AGENT): one agent process per node owns the slots,
+    replicates the shards and outlives the trainers. A trainer starts it if none runs. "off": one node only, and this
+    process manages its slots itself."""
 
     agent_linger: float = 3600.0
-    """Seconds that an agent stays when its trainers are gone; 0: for ever. What it holds stays in memory either way."""
+    """Seconds that an agent stays after its trainers have ended. 0: for ever. The shards stay in memory in both
+    cases."""
 
     replicate_max_mbps: float | None = None
-    """Most megabits a second that a node's agent sends to other nodes; None: no limit."""
+    """Limit in megabits per second for what a node's agent sends to other nodes. None: no limit."""
 
     transport: str = "auto"
-    """How shards go from node to node: "tcp" by plain connections beside the calls (lanes), "grpc" by the calls
-    themselves, "auto" by lanes where they can be opened, else by the calls."""
+    """How shards are sent from node to node. "tcp": on plain connections (lanes) beside the gRPC calls. "grpc": in the
+    calls. "auto": on lanes if they can be opened, else in the calls."""
 
     lanes: int | None = None
-    """Connections of one transfer, where lanes are used. More of them fill a link that one connection can't. None: 2,
-    and 1 on fewer than four cores, where a second one only takes from the first."""
+    """Number of connections per transfer, if lanes are used. Several connections fill a link that one can't. None: 2,
+    or 1 on a machine with fewer than four cores, where a second connection slows down the first."""
 
     fetch: Literal["tensors", "memory"] = "tensors"
-    """Where a load puts what it gets from other nodes. "tensors": each rank straight into its tensors, where they lie
-    in the host's memory and the ranks of the node need different things; a blank node needs no further memory for
-    that, and its copies are brought back behind the training. "memory": the agent into the node's memory, where whole
-    shards stay as copies, and from there into the tensors."""
+    """Where a load puts the bytes that it fetches from other nodes. "tensors": each rank writes them straight into its
+    tensors, if these are in host memory and the ranks of the node need different bytes. A replaced node then needs no
+    more memory for the load, and its replicas are made again in the background. "memory": the agent fetches whole
+    shards into the node's memory, where they stay as replicas, and the ranks copy from there."""
 
     encrypt_data: bool | None = None
-    """Whether lanes use TLS. The calls always do. None: where tls_cert is given. Without it shards cross the network
-    readable, as gradients do, and only a one-time ticket protects them."""
+    """Whether lanes use TLS. gRPC calls always do. None: only if tls_cert is given. Without TLS, shards cross the
+    network unencrypted, as gradients do, and only a one-time ticket protects them."""
 
     peer_timeout: float = 10.0
-    """Seconds without an answer after which a node is called down."""
+    """Seconds without an answer after which a node counts as down."""
 
     node_id: str | None = None
     """Name of this machine. Default: FLASHCKPT_NODE_ID, else the host name."""
 
     domain: str | None = None
-    """Failure domain of this machine, e.g. its rack: replicas go to others. Default: FLASHCKPT_DOMAIN, else none."""
+    """Failure domain of this machine, such as its rack. Replicas are placed in other domains. Default:
+    FLASHCKPT_DOMAIN, else none."""
 
     advertise: str | None = None
-    """Host, address or interface that other nodes reach this one by. Default: FLASHCKPT_ADVERTISE, else the one that
-    reaches the other nodes."""
+    """Host, address or interface at which other nodes reach this one. Default: FLASHCKPT_ADVERTISE, else the interface
+    that reaches the other nodes."""
 
     port: int | None = None
-    """Port of this node's agent. Default: FLASHCKPT_PORT, else any (0)."""
+    """Port of this node's agent. Default: FLASHCKPT_PORT, else any free port (0)."""
 
     tls_cert: str | None = None
-    """File with this node's certificate, where the operator brings one; with tls_key and tls_ca. Default:
-    FLASHCKPT_TLS_CERT, else each launch makes its own."""
+    """File with this node's certificate, if the operator provides one. Needs tls_key and tls_ca. Default:
+    FLASHCKPT_TLS_CERT, else each launch makes its own certificates."""
 
     tls_key: str | None = None
     """File with the private key of tls_cert, mode 0600. Default: FLASHCKPT_TLS_KEY."""
@@ -141,116 +149,122 @@ class CheckpointConfig(Given):
     """File with the certificate that signed all nodes' certificates. Default: FLASHCKPT_TLS_CA."""
 
     memory_budget_bytes: int | None = None
-    """Most bytes that this job's slots may take on this node; None: what tmpfs and cgroup allow."""
+    """Limit in bytes for this job's slots on this node. None: what tmpfs and the cgroup allow."""
 
     keep_memory: int = 1
-    """Committed generations that stay in memory, the newest ones. The one that is being written does not count, and the
-    newest good one always stays. Each needs a slot of every rank, on its node and where its replicas lie."""
+    """Number of committed generations that stay in memory, the newest ones. The generation that is being written does
+    not count, and the newest complete one always stays. Each takes one slot per rank, on the rank's node and on every
+    node with its replicas."""
 
     slots_per_rank: int | None = None
-    """Slots a rank writes into in turn. Default: keep_memory + 1: those stay whole while the next is written."""
+    """Number of slots that a rank writes into in turn. Default: keep_memory + 1, so that keep_memory generations stay
+    while the next one is written."""
 
     threads: int | None = None
-    """Threads that copy and verify. Default: the usable cores shared by the ranks of this node, at most 8."""
+    """Number of threads that copy and verify. Default: the usable cores divided by the ranks of this node, at most
+    8."""
 
     verify: bool | Literal["recheck"] | None = None
-    """True: check every chunk's CRC32C while loading. False: do not. "recheck": as True, and every overlapped save
-    takes checksums of the deferred tensors in save() and compares them with the copy before it seals the shard. That
-    finds changes that torch's version counters do not show (through `.data` or NumPy, by a graph replay), but reads the
-    deferred tensors once more on the training thread. The first two overlapped saves of each launch are always checked
-    so. None: FLASHCKPT_VERIFY (recheck, on or off), else True."""
+    """Which checksums are compared. True: the CRC32C of every chunk while loading. False: none. "recheck": as True, and
+    every overlapped save takes checksums of the deferred tensors in save() and compares them with the copy before it
+    seals the shard. That finds changes that torch's version counters do not show (through `.data` or NumPy, or by a
+    graph replay), but reads the deferred tensors once more on the training thread. The first two overlapped saves of
+    each launch are always checked this way. None: FLASHCKPT_VERIFY (recheck, on or off), else True."""
 
     on_busy: Literal["wait", "skip"] = "wait"
-    """When all slots hold generations that are still needed (the previous one is not replicated yet): wait, up to
-    save_timeout, or skip this save."""
+    """What a save does when all slots hold generations that are still needed, because the previous one is not
+    replicated yet. "wait": wait up to save_timeout. "skip": skip this save."""
 
     on_save_error: Literal["log", "raise"] = "log"
-    """Whether a save that fails for lack of memory or the like only logs, or also raises."""
+    """What happens to an error that the caller did not cause, such as too little memory. "log": it is logged. "raise":
+    it is also raised."""
 
     save_timeout: float = 60.0
-    """Most seconds that a save waits for other ranks, that `optimizer.step()` waits for a copy, and that `close()`
-    takes."""
+    """Seconds that a save waits for other ranks, that `optimizer.step()` waits for a copy, and that `close()` takes, at
+    most."""
 
     start_timeout: float = 300.0
-    """Seconds that start, load and the first save may wait for other ranks."""
+    """Seconds that start, load and the first save wait for other ranks, at most."""
 
     same_on_ranks: Literal["check", "ignore"] = "check"
-    """"check": compare checksums of the tensors that count as the same on all ranks (all but DTensors and what is in
-    PerRank), and warn once if they differ between ranks. The first save compares all of them, reading at most 64 KiB of
-    each and 64 MiB of all. Some of the later saves compare a few of them among the ranks of a node. A load compares the
-    copies of the nodes. "ignore": do not compare. In both cases a load gives each rank all of them from one rank, the
-    lowest that stored them."""
+    """Whether tensors that count as the same on all ranks (all but DTensors and what is in PerRank) are compared.
+    "check": compare their checksums, and warn once if they differ between ranks. The first save compares all of them,
+    reading at most 64 KiB of each and 64 MiB of all. Some of the later saves compare a few of them among the ranks of a
+    node. A load compares the copies of the nodes. "ignore": do not compare. In both cases a load gives all ranks the
+    tensor of one rank, the lowest that stored it."""
 
     allow_torch_save: bool = False
-    """Store values of other types as `torch.save` blobs, which load with weights_only=True."""
+    """Whether values of other types are stored as `torch.save` blobs. These are loaded with weights_only=True."""
 
     overlap: bool = True
-    """A manager copies beside the next forward and backward pass, and `optimizer.step()` waits only for what is not
-    copied yet. False: it copies in `save()`, where the host has no core to spare."""
+    """Whether a manager copies during the next forward and backward pass. `optimizer.step()` then waits only for what
+    is not copied yet. False: it copies in `save()`, for hosts without a core to spare."""
 
     device_copy_bytes_per_second: int | None = None
-    """Most bytes per second that a rank copies from all its accelerators to host memory. None: no limit. With a limit,
-    copies are made in chunks with pauses between them, so that collectives keep their share of the link. A save then
-    takes longer, and without `overlap` so does `save()`. Loads are not limited."""
+    """Limit in bytes per second for what a rank copies from all its accelerators to host memory. None: no limit. With a
+    limit, copies are made in chunks with pauses between them, so that collectives keep their share of the link. A save
+    then takes longer, and without `overlap` so does `save()`. Loads are not limited."""
 
     device_snapshot: bool = False
-    """Clone tensors on accelerators in device memory first, in the order of the caller's stream, and copy the clones to
-    the host. Work that is queued after `save()`, a replay of a CUDA graph included, then can't change what is saved.
-    Takes device memory until the copy is made. Tensors that the device has no room for are not cloned."""
+    """Whether tensors on accelerators are first cloned in device memory, in the order of the caller's stream. The
+    clones are then copied to the host. Work that is queued after `save()`, such as a replay of a CUDA graph, can't
+    change what is saved. The clones take device memory until they are copied. Tensors that the device has no room for
+    are not cloned."""
 
     prewarm: bool = True
-    """A manager makes the memory for its saves in the background, at the first step that is not saved: the first save
-    then is as quick as the others. False: the first saves make it."""
+    """Whether a manager makes the memory for its saves in the background, at the first step that it does not save. The
+    first save is then as quick as the others. False: the first saves make the memory."""
 
     async_mode: str | None = None
-    """The same by the names that TorchTitan uses: "disabled", "async" or "async_with_pinned_mem". None: `overlap`."""
+    """TorchTitan's name for the overlap: "disabled", "async" or "async_with_pinned_mem". None: `overlap` decides."""
 
     fixed_steps: tuple[int, ...] = ()
-    """Steps that a manager saves in any case, also to persist_dir."""
+    """Steps that a manager saves in any case, and flushes to persist_dir."""
 
     enable_first_step_checkpoint: bool = True
-    """A manager saves step 1 to memory and reads it back: a job that can't save should show it at once."""
+    """Whether a manager saves step 1 to memory and reads it back, so that a job that can't save shows it at once."""
 
     load_only: bool = False
-    """For an evaluation beside the training: loads are read-only, saves are skipped, nothing is written anywhere."""
+    """Whether this job only loads, as an evaluation beside the training does. Loads are then read-only, saves are
+    skipped, and nothing is written anywhere."""
 
     single_process: bool | None = None
     """Whether this process saves and loads alone although its environment is that of a launcher's rank (WORLD_SIZE is
-    above 1): a tool that a rank starts, say. Default: FLASHCKPT_SINGLE_PROCESS, else False. Then a process without a
-    process group in such an environment is refused, because each rank would be a job of one."""
+    above 1). This is for a tool that a rank starts. Default: FLASHCKPT_SINGLE_PROCESS, else False. False: a process
+    without a process group in such an environment is refused, because each rank would be a job of its own."""
 
     exclude_from_loading: tuple[str, ...] = ()
     """Parts that a manager leaves as they are when it loads, e.g. ("optimizer", "lr_scheduler")."""
 
     initial_load_path: str | None = None
-    """A checkpoint directory to start from where the job has saved nothing yet. Ignored as soon as it has, so that the
-    arguments of a job can stay the same when it is restarted."""
+    """Checkpoint directory to start from if the job has saved nothing yet. It is ignored once the job has saved, so
+    that the arguments of a job can stay the same when it is restarted."""
 
     initial_load_model_only: bool = True
-    """Take only the model from initial_load_path."""
+    """Whether only the model is taken from initial_load_path."""
 
     initial_load_in_hf: bool = False
-    """initial_load_path has to be a Hugging Face model (safetensors). Such ones are recognised anyway; this refuses
-    anything else."""
+    """Whether initial_load_path has to be a Hugging Face model (safetensors). False: such a model is recognised, and
+    other checkpoints are loaded too. True: anything else is refused."""
 
     initial_load_key_mapping: Mapping[str, str] | None = None
-    """Names of the model → names in initial_load_path, as `load(key_mapping=…)` but for that checkpoint alone."""
+    """Names of the model → names in initial_load_path. As `load(key_mapping=…)`, but for that checkpoint only."""
 
     save_cooldown: float = 0.0
-    """Least seconds between saves that are due by an interval or a save_policy; rank 0's clock decides for all. What
-    is forced, fixed, the first, the last or asked to be persisted is saved all the same."""
+    """Seconds that must pass between saves that are due by `interval` or by a save_policy. Rank 0's clock decides for
+    all ranks. A step that is forced, fixed, the first, the last or to be persisted is saved in any case."""
 
     memory: InitVar[Memory | None] = None
     """memory_dir and other settings of this node's memory, as a group."""
 
     replication: InitVar[Replication | None] = None
-    """replicas, placement and other settings of copies on other nodes, as a group."""
+    """replicas, placement and other settings of the copies on other nodes, as a group."""
 
     network: InitVar[Network | None] = None
     """transport, port and other settings of the network, as a group."""
 
     persist: InitVar[Persist | None] = None
-    """persist_dir, persist_interval and other settings of what goes there, as a group."""
+    """persist_dir, persist_interval and other settings of the flushes, as a group."""
 
     saving: InitVar[Saving | None] = None
     """overlap, on_save_error and other settings of a save, as a group."""
@@ -326,11 +340,12 @@ class CheckpointConfig(Given):
 
     @property
     def slots(self) -> int:
-        """Slots of each rank."""
+        """Return the number of slots per rank."""
         return self.keep_memory + 1 if self.slots_per_rank is None else self.slots_per_rank
 
     @property
     def overlaps(self) -> bool:
+        """Return True if a manager's saves are overlapped, as `async_mode` or `overlap` says."""
         return self.overlap if self.async_mode is None else self.async_mode.lower() != "disabled"
 
     def _check_manager(self) -> None:
@@ -411,7 +426,7 @@ class CheckpointConfig(Given):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> CheckpointConfig:
-        """As the constructor, from a parsed file, say. A group is a dict, too."""
+        """Make a configuration of the settings in a dict, such as a parsed file. A group is a dict too."""
         _refuse_unknown("", values, {field.name for field in fields(cls)} | GROUPS.keys())
         made = dict(values)
         for argument, row in GROUPS.items():
@@ -432,7 +447,8 @@ def _refuse_unknown(within: str, values: Mapping[str, Any], known: Collection[st
 
 @functools.cache
 def _allowed() -> dict[str, tuple[Any, ...]]:
-    """Return the values that a setting may have, where they are few: as its type names them, or its part does."""
+    """Return the values of each setting that has only a few. They come from its type, or from the module that uses
+    it."""
     found: dict[str, tuple[Any, ...]] = {
         "transport": TRANSPORTS,
         "placement": tuple(STRATEGIES),
@@ -448,7 +464,7 @@ def _allowed() -> dict[str, tuple[Any, ...]]:
     return found
 
 
-# Without persist_dir they have no effect.
+# Settings that have no effect without persist_dir.
 _NEED_PERSIST_DIR = (
     "persist_interval",
     "persist_interval_minutes",

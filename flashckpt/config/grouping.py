@@ -1,4 +1,4 @@
-"""How groups of settings become the flat settings."""
+"""Turns groups of settings into the flat settings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Given:
-    """Knows which of its settings it was given, be it with their default values."""
+    """Records which of its settings were given, also if the value was the default."""
 
     __slots__ = ("_given",)
     _given: frozenset[str]
@@ -23,7 +23,7 @@ class Given:
 
 
 def records_given(cls: type[T]) -> type[T]:
-    """Decorate a dataclass that is a Given. Its signature stays."""
+    """Decorate a dataclass that is a Given, so that it records what it is given. Its signature stays the same."""
     init = cls.__init__
 
     @functools.wraps(init)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 @records_given
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory(Given):
-    """The memory of a node that checkpoints take.
+    """Sets how much memory of a node checkpoints take.
 
     `dir` is `memory_dir`, `budget_bytes` is `memory_budget_bytes`, `keep` is `keep_memory`; `slots_per_rank`,
     `prewarm`. `CheckpointConfig` describes them.
@@ -31,7 +31,7 @@ class Memory(Given):
 @records_given
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replication(Given):
-    """Copies on other nodes.
+    """Sets how many copies of a shard there are on other nodes, and on which.
 
     `max_mbps` is `replicate_max_mbps`; `replicas`, `placement`, `domain`. `CheckpointConfig` describes them.
     """
@@ -46,7 +46,7 @@ class Replication(Given):
 @records_given
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Network(Given):
-    """How nodes reach each other, and how shards go between them.
+    """Sets how nodes reach each other and how shards are sent between them.
 
     `transport`, `lanes`, `fetch`, `encrypt_data`, `peer_timeout`, `advertise`, `port`, `tls_cert`, `tls_key`, `tls_ca`.
     `CheckpointConfig` describes them.
@@ -68,7 +68,7 @@ class Network(Given):
 @records_given
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Persist(Given):
-    """The slow flush to a file system or object store, and what is kept there.
+    """Sets when and how generations are flushed to a file system or object store, and what is kept there.
 
     `dir` is `persist_dir`, `interval` is `persist_interval`, `interval_minutes` is `persist_interval_minutes`,
     `on_exit` is `persist_on_exit`, `max_mbps` is `persist_max_mbps`, `concurrency` is `persist_concurrency`, `timeout`
@@ -94,7 +94,7 @@ class Persist(Given):
 @records_given
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saving(Given):
-    """How a save copies the state, and what happens if it can't.
+    """Sets how a save copies the state, and what happens if it fails.
 
     `on_error` is `on_save_error`, `timeout` is `save_timeout`, `cooldown` is `save_cooldown`; `overlap`, `async_mode`,
     `on_busy`, `fixed_steps`, `enable_first_step_checkpoint`, `same_on_ranks`, `allow_torch_save`, `device_snapshot`,
@@ -119,7 +119,7 @@ class Saving(Given):
 @records_given
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InitialLoad(Given):
-    """What a manager starts from as long as the job has saved nothing.
+    """Sets what a manager starts from if the job has saved nothing yet.
 
     `path` is `initial_load_path`, `model_only` is `initial_load_model_only`, `in_hf` is `initial_load_in_hf`,
     `key_mapping` is `initial_load_key_mapping`. `CheckpointConfig` describes them.

@@ -1,4 +1,5 @@
-"""What the environment decides. Argument beats environment beats default, except FLASHCKPT_DISABLE."""
+"""Adds the settings of the environment. An argument beats the environment, which beats the default, except
+FLASHCKPT_DISABLE."""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ if TYPE_CHECKING:
 
     from flashckpt.config.fields import CheckpointConfig
 
-DEFAULT_MEMORY_DIR = "/dev/shm/flashckpt-<uid>"  # for people; see default_memory_dir()
+DEFAULT_MEMORY_DIR = "/dev/shm/flashckpt-<uid>"  # for messages and documents; see default_memory_dir()
 
-# field -> environment variable; every field not listed here has no variable.
+# Field → environment variable. Fields that are not listed here have no variable.
 ENVIRONMENT = {
     "job": "FLASHCKPT_JOB",
     "memory_dir": "FLASHCKPT_MEMORY_DIR",
@@ -43,44 +44,45 @@ _UUID = re.compile(r"[0-9a-f]{8}-?([0-9a-f]{4}-?){3}[0-9a-f]{12}")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """A configuration with every default filled in from one environment."""
+    """Holds a configuration, with every default filled in from one environment."""
 
     config: CheckpointConfig
     job: str
     memory_dir: str
     node_id: str
     domain: str
-    advertise: str | None  # None: to be found out
+    advertise: str | None  # None: found at the start
     port: int  # 0: any
-    tls_files: tuple[str, str, str] | None  # certificate, key, CA; None: made for each launch
+    tls_files: tuple[str, str, str] | None  # certificate, key, CA; None: each launch makes its own
     uses_agent: bool
-    verifies: bool  # checksums, while loading
-    rechecks: bool  # every overlapped save, by checksums
+    verifies: bool  # True: a load compares checksums
+    rechecks: bool  # True: every overlapped save compares checksums
     launcher_world: int  # the number of ranks that the launcher has started; 1: no launcher, or only this one
     single_process: bool  # this process is alone in spite of that
     disabled: bool
 
     @property
     def why_no_saves(self) -> str:
-        """Why every save is skipped; "": none is."""
+        """Return why every save is skipped, or "" if saves are made."""
         if self.disabled:
             return "FLASHCKPT_DISABLE is set"
         return "load_only is set" if self.config.load_only else ""
 
     @property
     def persists(self) -> bool:
-        """Whether somebody writes to persist_dir."""
+        """Return True if an agent writes to persist_dir."""
         return self.config.persist_dir is not None and self.uses_agent
 
     @property
     def encrypts_data(self) -> bool:
-        """Whether lanes use TLS: as it was asked for, else where the operator brings certificates."""
+        """Return True if lanes use TLS: because `encrypt_data` says so, or else because the operator provides
+        certificates."""
         asked = self.config.encrypt_data
         return self.tls_files is not None if asked is None else asked
 
 
 def resolve(config: CheckpointConfig, environ: Mapping[str, str] = os.environ) -> Settings:
-    """Fills in what the environment decides. Raises ConfigError where nothing names the job."""
+    """Fill in what the environment decides. Raises ConfigError if nothing names the job."""
 
     def given(field: str) -> Any:
         value = getattr(config, field)
@@ -143,7 +145,7 @@ def _switch(name: str, value: bool | str | None) -> bool:
 
 
 def _launcher_world(environ: Mapping[str, str]) -> int:
-    """As torchrun tells its workers."""
+    """Return the number of ranks that the launcher started. torchrun tells it to its workers in WORLD_SIZE."""
     text = environ.get("WORLD_SIZE", "")
     return int(text) if text.isascii() and text.isdigit() else 1
 

@@ -1,4 +1,4 @@
-"""Which settings form a group, and by what names."""
+"""Lists which settings form a group, and their names in it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """A row of the table."""
+    """Describes one group: its class, the class's docstring, and the names of its settings."""
 
     cls: str
     about: str
@@ -18,28 +18,28 @@ def _same(names: str) -> dict[str, str]:
     return {name: name for name in names.split()}
 
 
-# argument of CheckpointConfig → what it groups. groups.py is made from this table and from the flat fields.
-# A setting that is not here has a flat name only.
+# Argument of CheckpointConfig → the group. groups.py is generated from this table and from the flat fields.
+# A setting that is not listed here has a flat name only.
 GROUPS = {
     "memory": Grouping(
         "Memory",
-        "The memory of a node that checkpoints take.",
+        "Sets how much memory of a node checkpoints take.",
         {"dir": "memory_dir", "budget_bytes": "memory_budget_bytes", "keep": "keep_memory"}
         | _same("slots_per_rank prewarm"),
     ),
     "replication": Grouping(
         "Replication",
-        "Copies on other nodes.",
+        "Sets how many copies of a shard there are on other nodes, and on which.",
         _same("replicas placement domain") | {"max_mbps": "replicate_max_mbps"},
     ),
     "network": Grouping(
         "Network",
-        "How nodes reach each other, and how shards go between them.",
+        "Sets how nodes reach each other and how shards are sent between them.",
         _same("transport lanes fetch encrypt_data peer_timeout advertise port tls_cert tls_key tls_ca"),
     ),
     "persist": Grouping(
         "Persist",
-        "The slow flush to a file system or object store, and what is kept there.",
+        "Sets when and how generations are flushed to a file system or object store, and what is kept there.",
         {
             name: f"persist_{name}"
             for name in (
@@ -51,7 +51,7 @@ GROUPS = {
     ),
     "saving": Grouping(
         "Saving",
-        "How a save copies the state, and what happens if it can't.",
+        "Sets how a save copies the state, and what happens if it fails.",
         {
             **_same("overlap async_mode on_busy"),
             "on_error": "on_save_error",
@@ -63,7 +63,7 @@ GROUPS = {
     ),
     "initial_load": Grouping(
         "InitialLoad",
-        "What a manager starts from as long as the job has saved nothing.",
+        "Sets what a manager starts from if the job has saved nothing yet.",
         {name: f"initial_load_{name}" for name in ("path", "model_only", "in_hf", "key_mapping")},
     ),
 }

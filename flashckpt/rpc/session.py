@@ -1,7 +1,7 @@
-"""What a launch tells its agents ↔ the protobuf message, in a call and in the file that an agent keeps of it.
+"""Converts a session to its protobuf message and back, for a call and for the file that an agent keeps of it.
 
-A setting is converted by its name, and checked with the limits that stand at its field in types.py. So a new one is a
-field there and in agent.proto, and nothing here.
+A setting is converted by its name and checked with the limits given at its field in types.py. A new setting is a field
+there and in agent.proto, and nothing here.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
 _MAX_MEMBERS = 1 << 16
 _MAX_ITEMS = 1 << 16  # of a setting that is a list
-_PARTS = {"launch", "world", "members", "persist"}  # of a session: no settings
-_HEAD = struct.Struct("<I")  # bytes of the session; the generation that it has loaded follows
+_PARTS = {"launch", "world", "members", "persist"}  # fields of a session that are not settings
+_HEAD = struct.Struct("<I")  # number of bytes of the session, which follow; the base comes after them
 
 _T = TypeVar("_T", Session, PersistSettings)
 _D = TypeVar("_D")
@@ -53,6 +53,7 @@ _D = TypeVar("_D")
 
 
 def to_session(session: Session) -> agent_pb2.Session:
+    """Return the message of a session."""
     return agent_pb2.Session(
         launch=to_launch(session.launch),
         world=session.world,
@@ -66,13 +67,14 @@ def to_session(session: Session) -> agent_pb2.Session:
 
 
 def from_session(message: agent_pb2.Session) -> Session:
+    """Return the session of a message, with every field checked."""
     launch = needed(message, "launch", from_launch)
     world = checked_world(message.world)
     members = tuple(map(_from_member, bounded(message.members, "members", _MAX_MEMBERS)))
     names = [member.node_id for member in members]
     if len(set(names)) != len(names) or not names:
         raise refused("members", "nodes with a name each", f"{len(names)} with {len(set(names))} names")
-    # IMPORTANT: who reports for which rank, and when all have, follows from this; no gap, no rank twice.
+    # IMPORTANT: no gap and no rank twice: this decides who reports for which rank, and when all have reported.
     ranks = sorted(rank for member in members for rank in member.ranks)
     if len(ranks) != world or ranks != list(range(world)):
         raise refused("ranks of the members", f"each of 0 to {world - 1} once", shorten(str(ranks), 100))
@@ -103,7 +105,7 @@ def _settings_of(value: Session | PersistSettings) -> dict[str, Any]:
 
 
 def _settings_in(message: Message, cls: type[_T]) -> dict[str, Any]:
-    """Return the settings of a message that says them, each of them checked. The others keep their defaults."""
+    """Return the settings that a message contains, each checked. The others keep their defaults."""
     found: dict[str, Any] = {}
     for field in fields(cls):
         if field.name in _PARTS:
@@ -131,7 +133,7 @@ def _checked(value: Any, what: str, bounds: Bounds) -> Any:
         return text(value, what, MAX_TEXT_BYTES if bounds.most is None else int(bounds.most))
     least, most = bounds.least, math.inf if bounds.most is None else bounds.most
     if isinstance(value, float):
-        # Also where no limit stands: no setting is endless, or no number.
+        # Without a limit too: no setting may be infinite or NaN.
         if not least <= value <= most or not math.isfinite(value) or (bounds.above and value == least):
             raise refused(what, f"{'more than' if bounds.above else 'at least'} {least:g}, at most {most:g}", value)
         return value
@@ -144,18 +146,18 @@ def _checked(value: Any, what: str, bounds: Bounds) -> Any:
 
 
 def encode_session(session: Session, base: Generation | None = None) -> bytes:
-    """Return what an agent keeps. `base`: what the launch has loaded."""
+    """Return the bytes that an agent keeps of a session. `base` is the generation that the launch loaded."""
     data = to_session(session).SerializeToString()
     return _HEAD.pack(len(data)) + data + (b"" if base is None else to_generation(base).SerializeToString())
 
 
 def decode_session(data: bytes) -> Session:
-    """Return the session. CorruptShardError if the bytes are of another version, or no session at all."""
+    """Return the session. Raises CorruptShardError if the bytes are of another version, or are not a session."""
     return _decoded(lambda: from_session(agent_pb2.Session.FromString(_split(data)[0])))
 
 
 def decode_base(data: bytes) -> Generation | None:
-    """Return what the launch has loaded, of bytes that decode_session() has understood."""
+    """Return the generation that the launch loaded, from bytes that decode_session() accepts."""
 
     def decode() -> Generation | None:
         base = _split(data)[1]

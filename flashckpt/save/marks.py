@@ -1,4 +1,4 @@
-"""What shows that a tensor changed between saves: its address, its version, and its chunks' checksums."""
+"""Finds tensors that changed between saves, by their address, their version and the checksums of their chunks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     import torch
 
 
-# Proves copies of tensors that do not change from save to save by the chunk checksums of earlier shards.
+# The copy of a tensor that does not change between saves is proved by the chunk checksums of earlier shards.
 
 
 class FrozenEntry(NamedTuple):
-    """A byte range of the data area that holds a tensor, or one box of it."""
+    """Names a byte range of the data area that holds a tensor, or one box of it."""
 
     key: str
     offset_bytes: int
@@ -25,10 +25,11 @@ class FrozenEntry(NamedTuple):
 
 
 class FrozenChunks:
-    """Remembers the chunk checksums of tensors that were proved once and have kept their mark since.
+    """Remembers the chunk checksums of tensors whose copy was proved once and whose mark has not changed since.
 
-    Their chunks must have the same checksums in all later shards. So no save has to read the tensors once more, and
-    even a change that was undone is found: adapters merged into a frozen base through .data, and out of it again.
+    Their chunks must have the same checksums in all later shards. So no save has to read the tensors once more. Even a
+    change that was undone is found, such as adapters that were merged into a frozen base through .data and taken out
+    again.
     """
 
     def __init__(self) -> None:
@@ -38,7 +39,7 @@ class FrozenChunks:
         return entry in self._known.get(entry.key, ())
 
     def learn(self, entries: list[FrozenEntry], crcs: bytes) -> None:
-        """Remember the chunks of entries whose copy is proved. `crcs` are those of the whole data area."""
+        """Remember the chunks of entries whose copy is proved. `crcs` are the checksums of the complete data area."""
         for entry in entries:
             self._known.setdefault(entry.key, {})[entry] = _inner(entry, crcs)
 
@@ -46,23 +47,24 @@ class FrozenChunks:
         self._known.pop(key, None)
 
     def differing(self, entries: list[FrozenEntry], crcs: bytes) -> list[str]:
-        """Return the keys of known entries whose chunks have other checksums than they had."""
+        """Return the keys of known entries whose chunks now have other checksums."""
         known = ((entry, self._known.get(entry.key, {}).get(entry)) for entry in entries)
         return list(dict.fromkeys(entry.key for entry, was in known if was not in (None, _inner(entry, crcs))))
 
 
 def _inner(entry: FrozenEntry, crcs: bytes) -> bytes:
-    """Return the checksums of the chunks that hold nothing but this entry."""
+    """Return the checksums of the chunks that hold only this entry."""
     first = -(-entry.offset_bytes // DEFAULT_CHUNK_BYTES)
     end = (entry.offset_bytes + entry.length_bytes) // DEFAULT_CHUNK_BYTES
     return crcs[CRC_BYTES * first : CRC_BYTES * end]
 
 
-# Marks of tensors, address and version, which show most changes; and immediate tensors that change while copied.
+# Marks (address and version) show most changes. They also show immediate tensors that change while they are copied.
 
 
 class Mark(NamedTuple):
-    """Address and version of a tensor at a save. An equal mark at the next save allows deferring the tensor."""
+    """Holds address and version of a tensor at a save. If the mark is equal at the next save, the tensor may be
+    deferred."""
 
     address: int
     version: int
@@ -74,22 +76,23 @@ def parts_of(key: str, tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def has_versions(key: str, tensor: torch.Tensor) -> bool:
-    """Return False for an inference tensor: it has no version counter, so nothing would show that it was changed."""
+    """Return False for an inference tensor. It has no version counter, so nothing would show that it was changed."""
     return not any(part.is_inference() for part in parts_of(key, tensor))
 
 
 def is_shared(key: str, tensor: torch.Tensor) -> bool:
-    """Return True if another process can write to the tensor's memory. Version counters are of one process each."""
+    """Return True if another process can write to the tensor's memory. Version counters count the changes of one
+    process only."""
     return any(part.is_cpu and part.untyped_storage().is_shared() for part in parts_of(key, tensor))
 
 
 def counters_of(tensor: torch.Tensor, others: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return tensors whose version counters show changes that those of the tensor's parts do not show.
 
-    torch counts an operation on a DTensor, or on another tensor that is made of tensors, only there, and one on its
-    local tensor only there. A state dict has aliases: a DTensor's alias has another local tensor, and `.data` has a
-    counter of its own. So the `others` are needed too: the parameter that `tensor` is an alias of, and the tensors that
-    are made of it.
+    torch counts an operation on a DTensor, or on another tensor that is made of tensors, only on that tensor. It counts
+    an operation on a local tensor only on the local tensor. A state dict has aliases: a DTensor's alias has another
+    local tensor, and `.data` has a counter of its own. So the `others` are needed too: the parameter that `tensor` is
+    an alias of, and the tensors that are made of it.
     """
     found: list[torch.Tensor] = []
     if tensor is not plain_local(tensor):
@@ -105,7 +108,8 @@ def counters_of(tensor: torch.Tensor, others: Iterable[torch.Tensor]) -> list[to
 
 
 def version_of(tensor: torch.Tensor, others: Iterable[torch.Tensor]) -> int:
-    """Return the sum of all version counters of a tensor. They only grow, so an equal sum shows that none has grown."""
+    """Return the sum of all version counters of a tensor. Counters only grow, so an equal sum shows that none has
+    grown."""
     local = plain_local(tensor)
     counters = counters_of(tensor, others)
     return sum(one._version for one in (counters if local is None else [local, *counters]))
@@ -132,12 +136,12 @@ class ImmediateMarks:
         self.note([i for i in indices if has_versions(fqns[i], leaves[i])])
 
     def note(self, indices: Iterable[int]) -> None:
-        """Remember the marks of these tensors, which are copied from now on."""
+        """Remember the current marks of these tensors, just before they are copied."""
         for i in indices:
             self._marks[i] = self._now(i)
 
     def changed(self, indices: Collection[int]) -> list[int]:
-        """Return which of these tensors have other marks by now."""
+        """Return those of these tensors whose marks have changed since."""
         return [i for i, known in self._marks.items() if i in indices and self._now(i) != known]
 
     def all_but(self, left: frozenset[int]) -> frozenset[int]:

@@ -1,4 +1,5 @@
-"""Runs the saves of one rank: prepare → copy, here or beside the training → seal. Local, but for the first save."""
+"""Saver: runs the saves of one rank: prepare → copy, in save() or in a thread → seal. Local, except for the first
+save."""
 
 from __future__ import annotations
 
@@ -41,16 +42,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class SaveCall:
-    """How far one call of `save` has come, for whoever sees it fail."""
+    """Records how far one call of `save` has come, for the code that handles its failure."""
 
     step: int
     began: float = 0.0
-    handle: SaveHandle | None = None  # None: it failed before it had a generation
-    reads_state: bool = False  # the caller's own code runs
+    handle: SaveHandle | None = None  # None: there is no generation yet
+    reads_state: bool = False  # True while the caller's own code runs
 
 
 class Saver:
-    """Copies state dicts into sealed shards. Calls must not overlap: its owner takes a turn for each (start/turns.py).
+    """Copies state dicts into sealed shards. Calls must not overlap: the owner takes a turn for each (start/turns.py).
 
     The owner also claims the job before the first save.
     """
@@ -98,9 +99,10 @@ class Saver:
         on_begin: Callable[[SaveHandle], None] | None,
         inspect: Callable[[Flat, SavePlan], None] | None,
     ) -> SaveHandle:
-        """Save the state. If it raises, the owner asks `must_raise`, and otherwise calls `fail`, after the turn."""
+        """Save the state. If it raises, the owner calls `must_raise`, and `fail` if that returns False, after the
+        turn."""
         self._anchor(call.step)
-        # Before anything that can fail on this rank alone: an attempt counts also where it comes to nothing.
+        # Numbered before anything that can fail on this rank alone: a failed attempt counts too.
         generation = self.attempts.next(call.step)
         handle = call.handle = SaveHandle(call.step, generation, self._highest_level, self._persists)
         try:
@@ -122,7 +124,7 @@ class Saver:
         return handle
 
     def must_raise(self, call: SaveCall, error: Exception) -> bool:
-        """Return True if save() raises `error`: the caller is to blame, or the handle has told its outcome already."""
+        """Return True if save() has to raise `error`: the caller caused it, or the handle already has an outcome."""
         if is_raised(error, reads_state=call.reads_state):
             return True
         return call.handle is not None and call.handle.outcome is not None
@@ -133,7 +135,7 @@ class Saver:
         return self.outcomes.failed(handle, error)
 
     def write_planned(self, step: int, rank: int, world: int, plan: SavePlan, flat: Flat, values: bytes) -> Generation:
-        """Write what somebody else has planned and agreed on with the other ranks. Raises if it can't. Local."""
+        """Write what the caller has planned and has agreed on with the other ranks. Raises if it can't. Local."""
         self.attempts.check(step)
         self.attempts.anchor(step)
         generation = self.attempts.next(step)
@@ -162,7 +164,7 @@ class Saver:
         split: Callable[[SaveHandle, Flat, SavePlan], Deferred],
         on_begin: Callable[[SaveHandle], None] | None,
     ) -> None:
-        """Starts the copy in the thread. Returns once the immediate tensors are copied."""
+        """Start the copy in the thread. Returns once the immediate tensors are copied."""
         try:
             deferred = split(handle, prepared.flat, prepared.plan)
             handle.before_pass = deferred.look_again
@@ -192,7 +194,7 @@ class Saver:
         deferred: Deferred,
         ready: Mapping[torch.device, torch.Event] | None,
     ) -> None:
-        """The part of a save that moves bytes. Local; also in the thread of an overlapped save."""
+        """Copy and seal. Local. Also runs in the thread of an overlapped save."""
         shard = ShardId(generation, self._topology.rank, self._topology.world)
         try:
             self.await_prewarm(self._config.save_timeout)
@@ -216,7 +218,7 @@ class Saver:
         self.outcomes.ended(handle, Outcome.OK, "")
 
     def settle(self, timeout: float | None = None) -> None:
-        """Return when no overlapped save is under way; raise what it raised. Local."""
+        """Wait until no overlapped save is under way. Raise what that save raised. Local."""
         self.overlap.settle(self._config.save_timeout + self._config.peer_timeout if timeout is None else timeout)
 
     # --- memory ahead of the first save ---------------------------------------------------------------------
@@ -235,7 +237,7 @@ class Saver:
             self._slots.prepare(size_bytes, rank)
 
     def await_prewarm(self, timeout: float) -> None:
-        """Return when no prewarm is under way."""
+        """Wait until no prewarm is under way. Raises DeadlineError after `timeout` seconds."""
         if not self.prewarming.wait(timeout):
             raise DeadlineError(
                 f"the memory for saves was not there within {timeout:g} s",
@@ -245,13 +247,13 @@ class Saver:
     # --- after a save ---------------------------------------------------------------------------------------
 
     def begin_launch(self) -> None:
-        """Note that this process has begun another launch."""
+        """Record that this process has begun another launch."""
         self.attempts.begin()
         self.outcomes.begin()
 
     def mend(self, doing: str) -> None:
-        """Put in order what a call (`doing`) left half done that an exception ended. May be repeated."""
-        with contextlib.suppress(Exception):  # its handle tells
+        """Repair what the call `doing` left when an exception ended it. May be repeated."""
+        with contextlib.suppress(Exception):  # the handle has the error
             self.settle()
         self.await_prewarm(self._config.save_timeout)
         freed = self._store.take_back()
@@ -259,10 +261,12 @@ class Saver:
             log.info("freed %d slots that an exception in %s() left half written", freed, doing)
 
     def raise_late_failure(self, handle: SaveHandle | None) -> None:
-        """With on_save_error="raise": raise what befell earlier saves after they were sealed, each once.
+        """With on_save_error="raise", raise what happened to earlier saves after they were sealed. Each failure is
+        raised once.
 
-        OtherRankError if one will never be replicated; PersistError if a flush failed for a reason that was not raised
-        yet. Waits first until the tensors of `handle` are copied, because the caller does not get it.
+        Raises OtherRankError if a save will never be replicated, and PersistError if a flush failed for a reason that
+        was not raised yet. First waits until the tensors of `handle` are copied, because the caller does not get the
+        handle.
         """
         if self._config.on_save_error != "raise":
             return

@@ -1,4 +1,4 @@
-"""What lies behind the doors of a Checkpointer: what Checkpointer, CheckpointManager and flashckpt.dcp share."""
+"""Holds the internals of a Checkpointer, which CheckpointManager and flashckpt.dcp use too."""
 
 from __future__ import annotations
 
@@ -43,22 +43,22 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DcpOrigin:
-    """A trainer as seen from a process that DCP spawned for it: what that process needs to write in its name."""
+    """Describes a trainer to a process that DCP spawned for it, so that the process can write in the trainer's name."""
 
     settings: Settings
     launch: Launch
     topology: Topology
-    session: Session | None  # None where there is no agent
-    process: str  # of the trainer
+    session: Session | None  # None if there is no agent
+    process: str  # identity of the trainer
 
 
 class Internals:
-    """Holds what a rank has open from the start of its Checkpointer to its end. Get it with `internals_of`.
+    """Holds what a rank keeps open from the start of its Checkpointer to its end. Get it with `internals_of`.
 
-    It has two stages, `saver` and `claim`. If FLASHCKPT_DISABLE is set, it has nothing open: ask `disabled` first.
+    It has two stages, `saver` and `claim`. If FLASHCKPT_DISABLE is set, nothing is open: check `disabled` first.
     """
 
-    settings: Settings  # with the job that the group saves for
+    settings: Settings  # `job` is the one that the group agreed on
     group: PrivateGroup
     store: SlotStore
     topology: Topology
@@ -71,7 +71,7 @@ class Internals:
     def __init__(self, settings: Settings, process_group: dist.ProcessGroup | None) -> None:
         self.settings = settings
         self.outcomes = Outcomes(settings.config)
-        self.raises_late_failures = True  # from save(), with on_save_error="raise"; a manager does it itself
+        self.raises_late_failures = True  # save() raises them with on_save_error="raise"; a manager does it itself
         self.turns = Turns(lambda broken: None, resume_collector)
         self.closed = self._all_closed = False
         self._parts: Parts | None = None  # None: FLASHCKPT_DISABLE is set
@@ -108,12 +108,13 @@ class Internals:
             self.saver.prewarming,
         )
         self._dropped = weakref.finalize(self, self._parts.drop)
-        self._dropped.atexit = False  # then the process ends, and the agent notices that
+        self._dropped.atexit = False  # when the process exits, the agent notices that
 
     # --- calls ----------------------------------------------------------------------------------------------
 
     def turn(self, doing: str) -> Turn:
-        """Return the context in which a call of the caller's runs: no other one runs, and what broke is mended."""
+        """Return the context in which a public call runs. No other call runs in it, and it first repairs what an
+        interrupted call left."""
         self.check_open()
         if not self.disabled:
             self.group.refuse_if_replaced(doing)
@@ -125,6 +126,7 @@ class Internals:
         return self.turns.is_busy
 
     def check_open(self) -> None:
+        """Raise ClosedError if this was closed, and ConflictError in a forked child."""
         if self.closed:
             raise ClosedError("this Checkpointer was closed")
         if self.is_forked:
@@ -134,12 +136,13 @@ class Internals:
             )
 
     def check_enabled(self) -> None:
+        """Raise ClosedError if FLASHCKPT_DISABLE is set, and as `check_open` does."""
         self.check_open()
         if self.disabled:
             raise ClosedError("disabled by FLASHCKPT_DISABLE", hint="unset FLASHCKPT_DISABLE")
 
     def refuse_to_write(self, doing: str) -> None:
-        """Raise ConfigError with load_only."""
+        """Raise ConfigError if `load_only` is set."""
         if self.settings.config.load_only:
             raise ConfigError(
                 f"{doing}: expected a job that may be written to, found load_only=True",
@@ -157,19 +160,19 @@ class Internals:
     # --- stages ---------------------------------------------------------------------------------------------
 
     def settle(self, timeout: float | None = None) -> None:
-        """Return when no overlapped save is under way; raise what it raised. Local."""
+        """Wait until no overlapped save is under way. Raise what that save raised. Local."""
         if not self.disabled:
             self.saver.settle(timeout)
 
     def context(self, *, alone: bool = False) -> LoadContext:
-        """Return what a load needs; `alone`: without the other ranks, from this node's memory."""
+        """Return what a load needs. With `alone` it works without the other ranks, from this node's memory."""
         self.check_enabled()
         config = self.settings.config
         options: dict[str, Any] = {
             "job": self.settings.job,
             "verify": self.settings.verifies,
             "threads": self.threads,
-            # Less than the group waits: what goes wrong is told by whoever knows it, not found out by a silence.
+            # Less than the group waits, so that the rank that fails reports the error before the others time out.
             "timeout": 0.9 * config.start_timeout,
             "warns": config.same_on_ranks == "check",
         }
@@ -178,7 +181,7 @@ class Internals:
         return LoadContext.together(self.topology, self.group, self.store, self._memory, **options)
 
     def read_back(self, handle: SaveHandle) -> int:
-        """Read this rank's shard of a sealed save and check every byte; return how many there are."""
+        """Read this rank's shard of a sealed save, check every byte, and return the number of bytes."""
         with self.turn("read_back"):
             self.check_enabled()
             if handle.generation is None:
@@ -187,12 +190,12 @@ class Internals:
             return read_back(self.store, shard, self.settings.job, self.threads)
 
     def raise_late_failure(self, handle: SaveHandle | None) -> None:
-        """As `Saver.raise_late_failure`; does nothing where checkpointing is disabled."""
+        """Do what `Saver.raise_late_failure` does. Does nothing if FLASHCKPT_DISABLE is set."""
         if not self.disabled:
             self.saver.raise_late_failure(handle)
 
     def origin(self) -> DcpOrigin:
-        """Return what a process that DCP spawns needs to write in this one's name."""
+        """Return what a process that DCP spawns needs to write in this trainer's name."""
         self.check_enabled()
         process = Owner.current().identity
         return DcpOrigin(self.settings, self.slots.launch, self.topology, self.slots.session, process)
@@ -201,32 +204,33 @@ class Internals:
 
     @property
     def disabled(self) -> bool:
+        """Return True if FLASHCKPT_DISABLE is set."""
         return self.settings.disabled
 
     @property
     def launch_name(self) -> tuple[str, int]:
-        """Return a name that all ranks of this launch share and no other launch has, and how many they are."""
+        """Return a name that all ranks of this launch share and no other launch has, and the number of these ranks."""
         return f"{self.settings.job}/{self.slots.launch.nonce:016x}", self.topology.world
 
     @property
     def flush_news(self) -> FlushNews | None:
-        """Return what became of flushes; None where checkpointing is disabled."""
+        """Return the news of flushes, or None if FLASHCKPT_DISABLE is set."""
         return None if self.disabled else self.slots.flushes
 
     @property
     def replication_news(self) -> ReplicationNews | None:
-        """Return how replication goes on; None where checkpointing is disabled."""
+        """Return the news of replication, or None if FLASHCKPT_DISABLE is set."""
         return None if self.disabled else self.slots.replication
 
     # --- end ------------------------------------------------------------------------------------------------
 
     @property
     def is_forked(self) -> bool:
-        """Return True in a forked child, whose copy of this belongs to the parent and can only be closed."""
+        """Return True in a forked child. Its copy belongs to the parent and can only be closed."""
         return self._parts is not None and self._parts.is_forked
 
     def close(self, timeout: float | None) -> None:
-        """See `Checkpointer.close`."""
+        """Do what `Checkpointer.close` says."""
         self.closed = True
         if self._all_closed:
             return
@@ -244,9 +248,9 @@ class Internals:
 
 
 def _repairs(group: PrivateGroup, saver: Saver) -> tuple[Callable[[Turn], None], Callable[[], None]]:
-    """Return how a call that an exception ended is mended, and how each call begins.
+    """Return a function that repairs what an interrupted call left, and a function that every call begins with.
 
-    Neither refers to the Internals, so that those are freed at once when the last reference to them goes.
+    Neither refers to the Internals, so that these are freed as soon as the last reference to them is dropped.
     """
 
     def mend(broken: Turn) -> None:

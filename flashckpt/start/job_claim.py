@@ -1,4 +1,5 @@
-"""This launch's claim on the job: that no other one is alive, which launch it is, and on which line it goes on."""
+"""JobClaim: claims the job for this launch. Checks that no other launch is alive, begins a launch, and puts it on a
+line."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 
 
 class JobClaim:
-    """Claims the job for this launch before its first save, and anew in every load. Collective unless it says else."""
+    """Claims the job for this launch before its first save, and again in every load. Methods are collective unless they
+    say local."""
 
     def __init__(
         self,
@@ -45,26 +47,27 @@ class JobClaim:
         self._slots = slots
         self._store = store
         self._saver = saver
-        self._disk_epoch = 0  # the highest that a load saw in persist_dir
-        self.is_held = False  # this launch may take the agents over: no other one is alive, or it was told to
+        self._disk_epoch = 0  # the highest epoch that a load saw in persist_dir
+        # True: this launch may take the agents over, because no other one is alive or `take_over` was given.
+        self.is_held = False
         self._remember_line = functools.partial(_remember_line, settings, topology)
         saver.writer.on_claimed = self._remember_line
 
     def refuse_beside_live(self) -> None:
-        """Raise LiveJobError on all ranks where trainers of another launch are alive on one of their nodes."""
+        """Raise LiveJobError on all ranks if trainers of another launch are alive on one of their nodes."""
         refuse_beside_live(self._group, self._topology, self._slots, self._settings.job)
 
     def take(self, *, take_over: bool) -> None:
-        """Claim the job before the agents are taken over.
+        """Claim the job. Must come before the agents are taken over.
 
-        Asked again at each load: another launch may have overtaken this one.
+        Every load claims it again, because another launch may have overtaken this one.
         """
         if not take_over:
             self.refuse_beside_live()
         self.is_held = True
 
     def take_here(self, *, again: bool = False) -> None:
-        """Claim the job as far as this node knows. Local: the caller tells the other ranks what it raises."""
+        """Claim the job as far as this node knows. Local: the caller tells the other ranks what this raises."""
         if again or not self.is_held:
             refuse_beside_live_here(self._topology, self._slots, self._settings.job)
             self.is_held = True
@@ -84,25 +87,25 @@ class JobClaim:
         return found
 
     def begin_anew(self, given_up: Pick | None, present: Collection[Launch]) -> Line:
-        """Return the line that the first save of this launch claims. `given_up`: what a person said to leave behind.
+        """Return the line that the first save of this launch claims. Local.
 
-        Local.
+        `given_up` is what the caller decided to leave behind, or None.
         """
         if self._topology.is_leader:
-            self._store.forget_persisted()  # whoever starts anew does not miss what lay in persist_dir
+            self._store.forget_persisted()  # after a fresh start, steps in persist_dir do not count as lost
         line = begun(self._slots.launch) if given_up is None else given_up.line_for(self._slots.launch, None)
         self._saver.writer.due_line = line.compacted(present)
         self._saver.attempts.follow(None)
         return line
 
     def put_line(self, line: Line, base: Generation | None, present: Collection[Launch]) -> None:
-        """Go on from `base` on `line`, and without what the line abandons."""
+        """Continue from `base` on `line`. What the line abandons is no longer used."""
         put_line(self._group, self._topology, self._slots, line.compacted(present), base)
         self._saver.attempts.follow(base)
         self._remember_line(line)
 
     def go_on_with(self, launch: Launch, recovery: Recovery, generation: Generation) -> None:
-        """Go on from `generation` as `launch`, which all ranks have agreed on. Local."""
+        """Continue from `generation` as `launch`, which all ranks have agreed on. Local."""
         self.is_held = True
         self._slots.enter(launch)
         self._saver.begin_launch()
@@ -113,7 +116,7 @@ class JobClaim:
 
 
 def _remember_line(settings: Settings, topology: Topology, line: Line) -> None:
-    """Write the line to persist_dir, for the day when all memory is gone."""
+    """Write the line to persist_dir, where it survives the loss of all memory."""
     config = settings.config
     if line.listed and config.persist_dir is not None and topology.rank == 0:
         remember_line(config.persist_dir, settings.job, line, config.save_timeout)

@@ -28,8 +28,8 @@ _MOMENTS = f"{OPTIMIZER}.{STATE}."
 
 
 class Opaque:
-    """A Stateful that is loaded as one value. Passes the value to `hand_over`, its owner's; without an owner keeps
-    it."""
+    """Takes the place of an owner that loads its state as one value. Passes the value to `hand_over`, or keeps it if
+    there is no owner."""
 
     def __init__(self, hand_over: Callable[[Any], object] | None) -> None:
         self._hand_over = hand_over
@@ -47,7 +47,7 @@ class Opaque:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """The state dict that a load fills, and the two parts of it that need further work afterwards."""
+    """Holds the state dict that a load fills, and the two parts of it that the manager completes after the load."""
 
     state_dict: dict[str, Any]
     dataloader: Opaque
@@ -55,7 +55,7 @@ class Template:
 
 
 class TrainingState:
-    """The objects that a manager was given. Captures them for a save; lays out what a load fills."""
+    """Holds the objects that a manager was given. Captures their state for a save, and lays out what a load fills."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class TrainingState:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The names of the parts that a save contains."""
+        """Return the names of the parts that a save contains."""
         present = {
             MODEL: self.model is not None,
             OPTIMIZER: self.optimizer is not None,
@@ -95,7 +95,7 @@ class TrainingState:
         return (*(name for name, there in present.items() if there), *self.states)
 
     def capture(self, only: Collection[str] | None = None) -> dict[str, Any]:
-        """Returns the present state, for a save."""
+        """Return the present state, for a save. `only` restricts it to these parts."""
         wanted = [part for part in self.parts if only is None or part in only]
         return {part: self._capture(part) for part in wanted}
 
@@ -127,7 +127,7 @@ class TrainingState:
         return self.states[part]
 
     def template(self, parts: Collection[str]) -> Template:
-        """Returns what a load fills. Calls no state_dict() yet, because a load that finds nothing must change
+        """Return what a load fills. Calls no state_dict() yet, because a load that finds nothing must change
         nothing."""
         laid: dict[str, Any] = {}
         dataloader, rng = Opaque(None if self.dataloader is None else self.dataloader.load_state_dict), Opaque(None)
@@ -137,7 +137,7 @@ class TrainingState:
             laid[OPTIMIZER] = self.optimizer
         if SCHEDULER in parts:
             laid[SCHEDULER] = {str(n): Opaque(one.load_state_dict) for n, one in enumerate(self.schedulers)}
-        # Even if the manager has no loader yet: its state is kept until there is one.
+        # Also if the manager has no loader yet: the state is kept until it has one.
         if DATALOADER in parts:
             laid[DATALOADER] = PerRank(dataloader)
         if RNG in parts:
@@ -147,10 +147,10 @@ class TrainingState:
 
 
 class ChangesInStep:
-    """Says whether a captured tensor may be deferred, and which parameter it is."""
+    """Decides whether a captured tensor may be deferred, and finds the parameter that it is an alias of."""
 
     def __init__(self, owned: Iterable[torch.Tensor], parameters: Iterable[torch.Tensor]) -> None:
-        """`owned`: the parameters of optimizers."""
+        """Note the parameters of the model (`parameters`), and those that optimizers own (`owned`)."""
         self._parameters = {address_of(parameter): parameter for parameter in parameters}
         mine = {address_of(parameter): parameter for parameter in owned}
         self._parameters.update(mine)
@@ -158,11 +158,11 @@ class ChangesInStep:
         self._owned = mine.keys() - {0}
 
     def __call__(self, key: str, tensor: torch.Tensor) -> bool | None:
-        """Return True for tensors that an optimizer owns: its parameters and its state.
+        """Return True for a tensor that an optimizer owns: one of its parameters, or a part of its state.
 
-        None for a parameter that no optimizer owns: it may be frozen, or a teacher. False for all others, which may
-        change at any time: buffers change in a forward pass, learning rates by a scheduler, and the user's own states
-        by the user.
+        None for a parameter of the model that no optimizer owns: it may be frozen, or a teacher's. False for all
+        others, which may change at any time: buffers change in a forward pass, learning rates are changed by a
+        scheduler, and the user's own states by the user.
         """
         if key.startswith(_MOMENTS):
             return True
@@ -174,7 +174,7 @@ class ChangesInStep:
         return None if address in self._parameters else False
 
     def owner_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the parameter at the tensor's address: a state dict has an alias of it."""
+        """Return the parameter at the tensor's address, if any: the tensor in a state dict is an alias of it."""
         return self._parameters.get(address_of(tensor))
 
 
