@@ -29,7 +29,7 @@ from flashckpt.save.marks import (
     parts_of,
     version_of,
 )
-from flashckpt.state.regions import plain_local
+from flashckpt.state.regions import address_of, plain_local
 from flashckpt.workers import Flag
 
 if TYPE_CHECKING:
@@ -252,8 +252,9 @@ class Deferred:
             for key, leaf in ((fqns[i], leaves[i]) for i in indices)
             for part in parts_of(key, leaf)
         ]
+        # Of each tensor that shows further changes: key, tensor, address, version.
         self._counters = [
-            (fqns[i], one, one._version)
+            (fqns[i], one, address_of(one), one._version)
             for i in indices
             for one in counters_of(leaves[i], () if others is None else others[i])
         ]
@@ -369,7 +370,12 @@ class Deferred:
             for key, part, address, version in self._watched
             if part._version != version or part.data_ptr() != address
         ]
-        changed += [key for key, one, version in self._counters if one._version != version]
+        # At another address it is another tensor's memory by now (swap_tensors), and shows that one's changes.
+        changed += [
+            key
+            for key, one, address, version in self._counters
+            if one._version != version and address_of(one) == address
+        ]
         return list(dict.fromkeys(changed)) if changed else changed
 
     def _refuse(self, changed: list[str]) -> None:

@@ -82,6 +82,12 @@ def plain_local(tensor: Any) -> torch.Tensor | None:
     return local if type(local) in _PLAIN_TYPES else None
 
 
+def address_of(tensor: torch.Tensor) -> int:
+    """Return the address of the local tensor's memory; 0 for a wrapper of several tensors, and without memory."""
+    local = plain_local(tensor)
+    return 0 if local is None else local.data_ptr()
+
+
 def local_parts(fqn: str, tensor: Any) -> list[torch.Tensor]:
     """Returns the local tensors that hold the regions: detached, on their device, of any stride."""
     if isinstance(tensor, DTensor):

@@ -11,7 +11,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from flashckpt.errors import ConfigError
 from flashckpt.state.flatten import OneValue, PerRank
-from flashckpt.training.model import ModelState, address_of, model_parts
+from flashckpt.state.regions import address_of
+from flashckpt.training.model import ModelState, model_parts
 from flashckpt.training.optimizer import STATE, OptimizerState, own
 from flashckpt.training.rng import capture_rng
 

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from flashckpt.errors import ConfigError, StructureError
-from flashckpt.state.regions import plain_local
+from flashckpt.state.regions import address_of
 from flashckpt.training.names import Renaming
 
 if TYPE_CHECKING:
@@ -99,9 +99,3 @@ def _ties(state: dict[str, Any]) -> dict[str, frozenset[str]]:
         if isinstance(value, torch.Tensor) and (address := address_of(value)):
             same.setdefault((address, value.shape, value.dtype), []).append(name)
     return {name: frozenset(names) for names in same.values() if len(names) > 1 for name in names}
-
-
-def address_of(tensor: torch.Tensor) -> int:
-    """Return the address of the local tensor's memory; 0 for a wrapper of several tensors, and without memory."""
-    local = plain_local(tensor)
-    return 0 if local is None else local.data_ptr()

@@ -151,7 +151,7 @@ def test_several_shards_are_spread_over_their_holders():
 
 def test_a_shard_that_nobody_has_is_a_bug_of_ours():
     needs = by_agents({0: {0: (ChunkRange(0, 1),)}})
-    with pytest.raises(InternalError, match="nobody has it"):
+    with pytest.raises(InternalError, match="no other node has it"):
         plan_retrievals(needs, copies([[0]], [1]), catalogue([1]), [NodePlace("n0", "")])
 
 

@@ -162,7 +162,7 @@ def projected_in_a_backward_hook(run):
     return trained(run, model, optimizer)
 
 
-@may_refuse()
+@may_refuse(undone=True)
 def binary_connect(run):
     """Forward and backward with signs in the place of weights, by copies through .data there and back."""
     model = net(run)
@@ -549,7 +549,7 @@ def moments_resized(run):
     return misbehaves(run, resize)
 
 
-@may_refuse()
+@may_refuse(undone=True)
 def moments_freed_and_refilled(run):
     """Offloading by hand: the storage is emptied, and filled again before the step."""
 
