@@ -110,11 +110,12 @@ class Deferrals:
         deferred: list[int] = []
         immediate: list[int] = []
         frozen: set[int] = set()
+        wrappers = flat.wrappers  # IMPORTANT: others_of outlives the copy, and must not keep the clones in `flat`
 
         def others_of(i: int) -> list[torch.Tensor]:
             """Return the tensors whose version counters show changes to this one."""
             owner = owner_of(leaves[i])
-            return [*flat.wrappers.get(fqns[i], ()), *(() if owner is None else (owner,))]
+            return [*wrappers.get(fqns[i], ()), *(() if owner is None else (owner,))]
 
         for i in self._of(plan):
             key, tensor = fqns[i], leaves[i]

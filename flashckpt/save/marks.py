@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+
 from flashckpt.format.caps import CRC_BYTES, DEFAULT_CHUNK_BYTES
 from flashckpt.state.regions import local_parts, plain_local
 
@@ -104,7 +106,12 @@ def counters_of(tensor: torch.Tensor, others: Iterable[torch.Tensor]) -> list[to
         local = plain_local(other)
         if local is not None and local is not other:
             found.append(local)
-    return [one for one in found if not one.is_inference()]
+    return [one for one in found if _has_counter(one)]
+
+
+def _has_counter(tensor: torch.Tensor) -> bool:
+    # A ShardedTensor may not be asked; its parts are local tensors, which have counters.
+    return not isinstance(tensor, ShardedTensor) and not tensor.is_inference()
 
 
 def version_of(tensor: torch.Tensor, others: Iterable[torch.Tensor]) -> int:

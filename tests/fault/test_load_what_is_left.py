@@ -102,7 +102,7 @@ def test_what_survives_of_a_replicated_model_is_loaded_by_the_argument_that_the_
     for code, errors in (("FC-LOAD-002", newest), ("FC-LOAD-001", asked)):
         for one in errors:
             assert one["code"] == code, one
-            assert "whole: 'lr', 'model'; incomplete: 'fsdp.w'" in one["message"]
+            assert "complete: 'lr', 'model'; incomplete: 'fsdp.w'" in one["message"]
             assert "PerRank parts of ranks [0] are missing: 'rng'" in one["message"]
             assert f"load(step=10, keys={prefixes})" in one["message"]
             assert "load(step=10, strict=False)" in one["message"]

@@ -1131,7 +1131,7 @@ def layers_reordered(run):
     return trained(run, model, optimizer, before=reorder)
 
 
-@right()
+@right(**on_host)  # torch infers no shape on the simulated device
 def lazy_modules_of_which_the_manager_sees_no_shape(run):
     model = nn.Sequential(nn.LazyLinear(32), nn.LazyBatchNorm1d(), nn.LazyLinear(4)).to(run.device)
     optimizer = adamw(model)
