@@ -113,7 +113,7 @@ class Checkpointer:
         extra: Mapping[str, Any] | None = None,
         overlap: bool = False,
         defers: Callable[[str, torch.Tensor], bool | None] | None = None,
-        owner_of: Callable[[torch.Tensor], torch.Tensor | None] | None = None,
+        owner_of: Callable[[str, torch.Tensor], torch.Tensor | None] | None = None,
         on_begin: Callable[[SaveHandle], None] | None = None,
         inspect: Callable[[Flat, SavePlan], None] | None = None,
     ) -> SaveHandle:
@@ -130,7 +130,7 @@ class Checkpointer:
                 next call waits for the copy.
             defers: `defers(key, tensor)` returns True if the tensor may be deferred, False if not, and None if it may
                 be deferred as long as it is large and has not changed since the last save. Default: all tensors may.
-            owner_of: `owner_of(tensor)` returns the parameter that the tensor is an alias of, or None. The version
+            owner_of: `owner_of(key, tensor)` returns the parameter that the tensor is an alias of, or None. The version
                 counter of the parameter is then compared too.
             on_begin: called with the handle before an overlapped copy begins.
             inspect: called with the flattened state and the plan before anything is copied. It refuses the state by
@@ -463,5 +463,5 @@ def _defers_all(_key: str, _tensor: torch.Tensor) -> bool:
     return True
 
 
-def _owned_by_nobody(_tensor: torch.Tensor) -> None:
+def _owned_by_nobody(_key: str, _tensor: torch.Tensor) -> None:
     return None

@@ -46,6 +46,7 @@ RECHECKED_SAVES = 2
 # Windows per later save, and bytes per window: takes some tenths of a millisecond, and finds a swap of all weights.
 SAMPLED = 32
 SAMPLE_WINDOW_BYTES = 16 << 10
+_NONE: tuple[torch.Tensor, ...] = ()
 _GOLDEN = (5**0.5 - 1) / 2
 # A tensor of at least this size that no optimizer owns may be deferred if it has not changed since the last save.
 STEADY_BYTES = 1 << 20
@@ -71,6 +72,7 @@ class Deferrals:
         self._turn = 0
         self._changing: set[str] = set()  # found to change while they were deferred
         self._marks: dict[str, Mark] = {}
+        self._private: dict[str, int] = {}  # key → address at which no other process could write to the tensor
         self.frozen = FrozenChunks()
         self._stored: tuple[SavePlan, list[int]] | None = None
 
@@ -102,7 +104,7 @@ class Deferrals:
         flat: Flat,
         plan: SavePlan,
         defers: Callable[[str, torch.Tensor], bool | None],
-        owner_of: Callable[[torch.Tensor], torch.Tensor | None],
+        owner_of: Callable[[str, torch.Tensor], torch.Tensor | None],
     ) -> Deferred:
         """Decide for an overlapped save which tensors are deferred. Replaces some tensors in `flat` by clones."""
         began = time.perf_counter()
@@ -112,18 +114,17 @@ class Deferrals:
         frozen: set[int] = set()
         wrappers = flat.wrappers  # IMPORTANT: others_of outlives the copy, and must not keep the clones in `flat`
 
-        def others_of(i: int) -> list[torch.Tensor]:
+        def others_of(i: int) -> Sequence[torch.Tensor]:
             """Return the tensors whose version counters show changes to this one."""
-            owner = owner_of(leaves[i])
-            return [*wrappers.get(fqns[i], ()), *(() if owner is None else (owner,))]
+            owner, around = owner_of(fqns[i], leaves[i]), wrappers.get(fqns[i], _NONE)
+            return around if owner is None else [*around, owner]
 
         for i in self._of(plan):
             key, tensor = fqns[i], leaves[i]
             may = False if key in self._changing else defers(key, tensor)
             if may is None and (may := self._is_steady(key, tensor, others_of(i))):
                 frozen.add(i)
-            provable = may and has_versions(key, tensor) and not is_shared(key, tensor)
-            (deferred if provable else immediate).append(i)
+            (deferred if may and self._is_provable(key, tensor) else immediate).append(i)
         marks = ImmediateMarks(fqns, leaves, immediate, others_of)
         immediate = _clone_on_devices(flat, fqns, leaves, immediate)
         if self._device_snapshot:
@@ -212,6 +213,22 @@ class Deferrals:
             self._stored = plan, sorted({source.tensor for source in plan.sources})
         return self._stored[1]
 
+    def _is_provable(self, key: str, tensor: torch.Tensor) -> bool:
+        """Return True if version counters of this process show all changes that torch makes to the tensor."""
+        local = plain_local(tensor)
+        if local is None:
+            return has_versions(key, tensor) and not is_shared(key, tensor)
+        if local.is_inference():
+            return False
+        # Memory becomes shared by moving, so a tensor at its old address need not be asked again, which takes a while.
+        address = local.data_ptr()
+        if self._private.get(key) == address:
+            return True
+        if is_shared(key, tensor):
+            return False
+        self._private[key] = address
+        return True
+
     def _is_steady(self, key: str, tensor: torch.Tensor, others: Collection[torch.Tensor]) -> bool:
         """Mark a large tensor. Return True if it has not changed since the last save, as a frozen parameter."""
         local = plain_local(tensor)
@@ -248,17 +265,18 @@ class Deferred:
         self._handle = handle
         self._owner = owner
         # Of each part of a tensor: key, part, address, version.
-        self._watched = [
-            (key, part, part.data_ptr(), part._version)
-            for key, leaf in ((fqns[i], leaves[i]) for i in indices)
-            for part in parts_of(key, leaf)
-        ]
+        self._watched: list[tuple[str, torch.Tensor, int, int]] = []
         # Of each tensor that shows further changes: key, tensor, address, version.
-        self._counters = [
-            (fqns[i], one, address_of(one), one._version)
-            for i in indices
-            for one in counters_of(leaves[i], () if others is None else others[i])
-        ]
+        self._counters: list[tuple[str, torch.Tensor, int, int]] = []
+        for i in indices:
+            key, leaf = fqns[i], leaves[i]
+            local, more = plain_local(leaf), () if others is None else others[i]
+            if local is None:
+                self._watched += [(key, part, part.data_ptr(), part._version) for part in parts_of(key, leaf)]
+            else:
+                self._watched.append((key, local, local.data_ptr(), local._version))
+            if more or local is not leaf:
+                self._counters += [(key, one, address_of(one), one._version) for one in counters_of(leaf, more)]
         self._checksums = checksums
         self._immediate_marks = marks
         self._torn = torn  # keys of immediate tensors that another thread changed each time they were copied

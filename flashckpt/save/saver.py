@@ -95,7 +95,7 @@ class Saver:
         *,
         overlap: bool,
         defers: Callable[[str, torch.Tensor], bool | None],
-        owner_of: Callable[[torch.Tensor], torch.Tensor | None],
+        owner_of: Callable[[str, torch.Tensor], torch.Tensor | None],
         on_begin: Callable[[SaveHandle], None] | None,
         inspect: Callable[[Flat, SavePlan], None] | None,
     ) -> SaveHandle:

@@ -174,9 +174,9 @@ class ChangesInStep:
             return True
         return None if address in self._parameters else False
 
-    def owner_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+    def owner_of(self, key: str, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the parameter at the tensor's address, if any: the tensor in a state dict is an alias of it."""
-        return self._parameters.get(address_of(tensor))
+        return None if key.startswith(_MOMENTS) else self._parameters.get(address_of(tensor))
 
 
 def _schedulers(lr_scheduler: Any) -> tuple[Any, ...]:

@@ -286,7 +286,7 @@ def take(state, way="registered", *, on_device_first=False, on_queued=None, chan
     copying = copier_of(way)
     if on_device_first:
         deferrals = Deferrals(recheck=False, device_snapshot=True, threads=1, timeout=60.0)
-        deferrals.split(SaveHandle(1, None, Level.SEALED), flat, plan, lambda *_: True, lambda _: None)
+        deferrals.split(SaveHandle(1, None, Level.SEALED), flat, plan, lambda *_: True, lambda *_: None)
     ready = when_ready(flat)
     if change is not None:
         change()
